@@ -80,14 +80,14 @@ def lacking(kernel: Kernel) -> str | None:
 
 # In order of preference where no rates are known. Where they are (`rates.py`), "auto" takes the fastest.
 TABLE = (
-    Kernel("decode", "ringattn.kernels.triton.decode", named=("cpu",), first=True),
-    Kernel("triton", "ringattn.kernels.triton", named=("cpu",)),
-    Kernel("cudnn", "ringattn.kernels.libraries.cudnn", named=("cpu",), rectangles=True, narrow=True),
-    Kernel("fa4", "ringattn.kernels.libraries.fa4", named=("cpu",), narrow=True),
-    Kernel("flash", "ringattn.kernels.libraries.flash", named=("cpu",), rectangles=True, narrow=True),
-    Kernel("sdpa_cpu", "ringattn.kernels.libraries.sdpa_cpu", rectangles=True),
-    Kernel("tiled", "ringattn.kernels.tiled", named=("cuda",)),
-    Kernel("reference", "ringattn.kernels.reference", named=("cuda",)),
+    Kernel("decode", "ringattn.kernels.attention.triton.decode", named=("cpu",), first=True),
+    Kernel("triton", "ringattn.kernels.attention.triton", named=("cpu",)),
+    Kernel("cudnn", "ringattn.kernels.attention.libraries.cudnn", named=("cpu",), rectangles=True, narrow=True),
+    Kernel("fa4", "ringattn.kernels.attention.libraries.fa4", named=("cpu",), narrow=True),
+    Kernel("flash", "ringattn.kernels.attention.libraries.flash", named=("cpu",), rectangles=True, narrow=True),
+    Kernel("sdpa_cpu", "ringattn.kernels.attention.libraries.sdpa_cpu", rectangles=True),
+    Kernel("tiled", "ringattn.kernels.attention.tiled", named=("cuda",)),
+    Kernel("reference", "ringattn.kernels.attention.reference", named=("cuda",)),
 )
 BY_NAME = {kernel.name: kernel for kernel in TABLE}
 

@@ -129,7 +129,7 @@ class JaxKernel:
 
 @dataclass(frozen=True)
 class LinearKernel:
-    """A kernel of gated linear attention; `ringattn.kernels.linear` documents its functions."""
+    """A kernel of gated linear attention; `kernels/linear/maps.py` documents its functions."""
 
     scan_states: Callable[..., Any]
     read_out: Callable[..., Any]

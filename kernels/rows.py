@@ -40,7 +40,7 @@ def with_out(dout: Array, lse: Array, delta: Array | None, out: Array | None) ->
 def row_delta(out: Array, dout: Array, dlse: Array | None = None) -> Array:
     """rowsum(dout * out) - dlse, in one fused pass on GPUs."""
     if is_torch(out) and out.is_cuda and out.itemsize < 8:
-        from ringattn.kernels.triton import backward  # triton is part of torch for GPUs
+        from ringattn.kernels.attention.triton import backward  # triton is part of torch for GPUs
 
         return backward.row_delta(out, dout, dlse)
     return partial.row_delta(out, dout, dlse)

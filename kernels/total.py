@@ -76,7 +76,7 @@ class Total:
             return first.to(dtype)
         in_place = self.covers(parts[0]) and first.dtype == dtype == self.exact and first.is_contiguous()
         if self.device.type == "cuda" and self.exact == torch.float32:
-            from ringattn.kernels.triton.gradients import MOST, add_parts  # triton is part of torch for GPUs
+            from ringattn.kernels.attention.triton.gradients import MOST, add_parts  # triton is part of torch for GPUs
 
             while len(parts) > MOST:
                 room = torch.empty(self.shape, dtype=self.exact, device=self.device)

@@ -85,7 +85,7 @@ def chosen(problem: kernels.Problem, plan: Plan, backward: bool) -> str:
     """The name of the kernel of a pass; "none" if all refuse, which the report or the call says."""
     try:
         if plan.framework == "jax":
-            from ringattn.kernels import pallas
+            from ringattn.kernels.attention import pallas
 
             return str(pallas.select(problem, plan.kernel).name)
         return kernels.select(problem, plan.kernel, backward=backward).name

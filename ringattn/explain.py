@@ -170,7 +170,7 @@ def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
 
 def kernel_report(plan: Plan, problem: Problem | None) -> list[str]:
     """Which kernel will run, and why the others will not; raises for an unknown name."""
-    from ringattn.kernels import pallas as for_jax
+    from ringattn.kernels.attention import pallas as for_jax
 
     known: Any = for_jax if plan.framework == "jax" else kernels
     device, kernel = plan.device, plan.kernel

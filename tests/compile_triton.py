@@ -22,13 +22,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from ringattn.kernels.attention.triton import blocks
+from ringattn.kernels.attention.triton.backward import attend_backward
+from ringattn.kernels.attention.triton.block_lists import block_lists
+from ringattn.kernels.attention.triton.forward import attend
+from ringattn.kernels.attention.triton.table import TABLE
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.linear import Inputs
-from ringattn.kernels.triton import blocks, delta, linear
-from ringattn.kernels.triton.backward import attend_backward
-from ringattn.kernels.triton.block_lists import block_lists
-from ringattn.kernels.triton.forward import attend
-from ringattn.kernels.triton.table import TABLE
+from ringattn.kernels.linear.maps import Inputs
+from ringattn.kernels.linear.triton import delta, gated
 
 # The compiler's target, and the bytes of shared memory a program may have there.
 TARGETS = {
@@ -129,10 +130,10 @@ def run_linear(bits: int, dims: tuple[int, int], gate: str) -> None:
     g = {"channel": q, "head": q[..., 0], "none": None}[gate]
     begin = torch.zeros(1, 512, dtype=torch.int32) if gate == "channel" and dims[0] <= 128 else None
     x = Inputs(q, k, v, g, None, begin, 0.1)
-    scan, rscan = linear.scan_states(x), linear.scan_gradients(x, dout)
+    scan, rscan = gated.scan_states(x), gated.scan_gradients(x, dout)
     state = scan.map.kv
-    linear.read_out(x, scan, state)
-    linear.gradients(x, scan, state, rscan, dout, state)
+    gated.read_out(x, scan, state)
+    gated.gradients(x, scan, state, rscan, dout, state)
 
 
 FEW = "16/128"  # the entry of most models
@@ -158,7 +159,7 @@ def run_delta(bits: int | str, dims: tuple[int, int], gate: str) -> None:
 
 def linear_rows(rule: str, arch: str, few: bool) -> None:
     target, limit = TARGETS[arch]
-    linear.architecture = lambda _device: arch
+    gated.architecture = lambda _device: arch
     for bits, dims, gate in SHAPES[:1] if few else [*SHAPES, *(HALF if rule == "delta" else [])]:
         for kernel in compiled(target, partial({"linear": run_linear, "delta": run_delta}[rule], bits, dims, gate)):
             row = {"entry": f"{rule}/{arch}/{bits}/{dims}/{gate}", "target": arch, "limit": limit, "capped": False}

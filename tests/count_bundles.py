@@ -36,9 +36,9 @@ def of(which: str, folder: Path) -> dict[str, list[int]]:
 def ours() -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
     import jax.numpy as jnp
 
+    from ringattn.kernels.attention.pallas import splash
+    from ringattn.kernels.attention.pallas.blocks import VMEM, Blocks
     from ringattn.kernels.intervals import Intervals
-    from ringattn.kernels.pallas import splash
-    from ringattn.kernels.pallas.blocks import VMEM, Blocks
 
     def both(q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, end: Any) -> Any:
         where = Intervals(jnp.zeros_like(end)[None], end[None])

@@ -13,7 +13,7 @@ import ringattn as ra
 from ringattn import api, choosing, recipe
 from ringattn.comms.local import LocalAxis
 from ringattn.comms.local import run as run_ranks
-from ringattn.kernels import tiled
+from ringattn.kernels.attention import tiled
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import BALANCED, CASES, FEATURES, PLACES, Case
 from ringattn.mask import Mask, schedule_of

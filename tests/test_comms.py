@@ -14,7 +14,7 @@ from ringattn.comms.axis import Afterwards, Axis, Slices, Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis, init_mesh
 from ringattn.comms.process_group import CollectiveAxis
-from ringattn.kernels import tiled
+from ringattn.kernels.attention import tiled
 from ringattn.launch.processes import RankError
 from ringattn.launch.processes import run as run_processes
 from tests.launched import as_users_have_it

@@ -36,11 +36,11 @@ def main(arch: str, dims: str) -> None:
     import torch
     from compile_triton import TARGETS, compiled, resources
 
+    from ringattn.kernels.attention.triton.append import append
+    from ringattn.kernels.attention.triton.decode import decode_splits
+    from ringattn.kernels.attention.triton.merge import merge_into, merge_stack
     from ringattn.kernels.intervals import Intervals
     from ringattn.kernels.partial import Partial, Streams
-    from ringattn.kernels.triton.append import append
-    from ringattn.kernels.triton.decode import decode_splits
-    from ringattn.kernels.triton.merge import merge_into, merge_stack
 
     target, limit = TARGETS[arch]
     where, lengths = Intervals(*torch.zeros(2, 1, 16, dtype=torch.int32)), torch.zeros(1, dtype=torch.int64)

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
-from ringattn.kernels import Kernel, Problem, gain, rates, reference, select
+from ringattn.kernels import Kernel, Problem, gain, rates, select
+from ringattn.kernels.attention import reference
+from ringattn.kernels.attention.libraries.forms import form_of
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of
-from ringattn.kernels.libraries.forms import form_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.rows import row_delta
 from ringattn.launch.commands import tune
@@ -118,7 +119,7 @@ def test_masks_of_models_have_a_form() -> None:
 def test_lists_hold_every_tile_once(seed: int) -> None:
     """Against a dense mask: full tiles have no hidden pair, masked ones a visible pair, others none."""
     pytest.importorskip("triton")
-    from ringattn.kernels.triton.block_lists import block_lists
+    from ringattn.kernels.attention.triton.block_lists import block_lists
 
     rng = np.random.default_rng(seed)
     T, S = (int(x) for x in rng.integers(1, 200, 2))
@@ -145,8 +146,8 @@ def test_lists_hold_every_tile_once(seed: int) -> None:
 
 def test_auto_takes_the_fastest_kernel() -> None:
     """By measured rates: here with cuDNN's refusals in the place of FA4, which this machine may lack."""
-    fa4 = Kernel("fa4", "ringattn.kernels.libraries.cudnn", named=("cpu",), narrow=True)
-    triton, cudnn = (Kernel(n, f"ringattn.kernels.{m}", named=("cpu",), narrow=n == "cudnn") for n, m in
+    fa4 = Kernel("fa4", "ringattn.kernels.attention.libraries.cudnn", named=("cpu",), narrow=True)
+    triton, cudnn = (Kernel(n, f"ringattn.kernels.attention.{m}", named=("cpu",), narrow=n == "cudnn") for n, m in
                      (("triton", "triton"), ("cudnn", "libraries.cudnn")))  # fmt: skip
     both, without = (triton, cudnn, fa4), (triton, cudnn)
     for backward in (False, True):
@@ -197,12 +198,12 @@ def fa4_here(monkeypatch):
     def load(too_old: bool = False) -> object:
         for name, module in stand_in_fa4.modules(too_old).items():
             monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.delitem(sys.modules, "ringattn.kernels.libraries.fa4", raising=False)
+        monkeypatch.delitem(sys.modules, "ringattn.kernels.attention.libraries.fa4", raising=False)
         kernels.lacking.cache_clear()
-        return import_module("ringattn.kernels.libraries.fa4")
+        return import_module("ringattn.kernels.attention.libraries.fa4")
 
     yield load
-    sys.modules.pop("ringattn.kernels.libraries.fa4", None)
+    sys.modules.pop("ringattn.kernels.attention.libraries.fa4", None)
     kernels.lacking.cache_clear()
 
 
@@ -218,7 +219,7 @@ def test_what_is_passed_to_fa4_gives_attention(fa4_here, monkeypatch, split: int
     pytest.importorskip("triton")
     fa4, rng = fa4_here(), np.random.default_rng(0)
     monkeypatch.setattr(fa4, "SPLIT", split)
-    thin = import_module("ringattn.kernels.libraries.thin")
+    thin = import_module("ringattn.kernels.attention.libraries.thin")
     monkeypatch.setattr(thin, "THIN", few)
     monkeypatch.setattr(thin, "LONG", split)
     oracle, kernel = over_families(reference.KERNEL), over_families(fa4.KERNEL)
@@ -288,7 +289,7 @@ def needs_fa4() -> object:
     reason = next(k for k in kernels.TABLE if k.name == "fa4").refuses(PROBLEM)
     if reason:
         pytest.skip(reason)
-    from ringattn.kernels.libraries import fa4
+    from ringattn.kernels.attention.libraries import fa4
 
     return fa4
 

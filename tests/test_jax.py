@@ -18,9 +18,10 @@ import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
 from ringattn.bands import bounds  # noqa: E402
 from ringattn.jax.attention.steps import Sight, score_of, table_of  # noqa: E402
-from ringattn.kernels import reference, select  # noqa: E402
+from ringattn.kernels import select  # noqa: E402
+from ringattn.kernels.attention import reference  # noqa: E402
+from ringattn.kernels.attention.libraries import jax_cudnn  # noqa: E402
 from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
-from ringattn.kernels.libraries import jax_cudnn  # noqa: E402
 from ringattn.kernels.partial import empty  # noqa: E402
 from ringattn.launch.verify import oracle  # noqa: E402
 from ringattn.launch.verify.cases import CASES, FEATURES, Case  # noqa: E402

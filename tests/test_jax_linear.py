@@ -12,7 +12,7 @@ jnp = jax.numpy
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
-from ringattn.kernels import jax_chunkwise  # noqa: E402
+from ringattn.kernels.linear import jax_chunkwise  # noqa: E402
 from ringattn.launch.verify.linear_oracle import LEAVES, docs_of, inputs, states_of, truth  # noqa: E402
 from ringattn.launch.verify.oracle import error  # noqa: E402
 

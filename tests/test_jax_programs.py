@@ -20,7 +20,7 @@ from ringattn.bands import bounds_at, families  # noqa: E402
 from ringattn.jax.attention.function import LSE, OUT  # noqa: E402
 from ringattn.jax.attention.steps import global_bounds, route_of  # noqa: E402
 from ringattn.kernels import Problem  # noqa: E402
-from ringattn.kernels.libraries import jax_cudnn  # noqa: E402
+from ringattn.kernels.attention.libraries import jax_cudnn  # noqa: E402
 from ringattn.launch.verify.cases import FEATURES  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
 

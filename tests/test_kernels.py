@@ -16,7 +16,7 @@ def broken(tmp_path, monkeypatch):
 
 
 def test_a_package_that_cannot_be_imported_is_one_kernel_less(broken):
-    missing, serves = Kernel("missing", "no_such_package"), Kernel("reference", "ringattn.kernels.reference")
+    missing, serves = Kernel("missing", "no_such_package"), Kernel("reference", "ringattn.kernels.attention.reference")
     table = (broken, missing, serves)
     assert select(PROBLEM, table=table) is serves
     why = {"broken": "cannot be imported: AttributeError: no such op", "missing": "no_such_package is not installed"}

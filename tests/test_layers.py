@@ -159,8 +159,8 @@ def test_a_word_of_the_glossary_is_the_name_of_one_class():
     places: dict[str, list[str]] = {}
     for path in (p for folder in ("ringattn", "comms", "kernels") for p in python_files(folder)):
         at = str(path.relative_to(ROOT))
-        apart = "ringattn/jax/", "kernels/jax", "kernels/pallas/", "ringattn/models/", "ringattn/torch/inference/"
-        if not at.startswith(apart):
+        apart = "ringattn/models/", "ringattn/torch/inference/"
+        if not at.startswith(apart) and "jax" not in at and "pallas" not in at:
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name in names:
                     places.setdefault(node.name, []).append(at)

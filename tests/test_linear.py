@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.kernels import chunkwise
-from ringattn.kernels.linear import Inputs, Map
-from ringattn.kernels.recurrent import prepared, recurrent
+from ringattn.kernels.linear import chunkwise
+from ringattn.kernels.linear.maps import Inputs, Map
+from ringattn.kernels.linear.recurrent import prepared, recurrent
 from ringattn.launch.verify.linear_oracle import LEAVES, K, begins, inputs, truth
 from ringattn.launch.verify.oracle import error
 

@@ -17,7 +17,7 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis
 from ringattn.comms.scan import Relay, add_up, broadcast
-from ringattn.kernels.linear import Map
+from ringattn.kernels.linear.maps import Map
 from ringattn.launch import bench, words
 from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import linear_oracle

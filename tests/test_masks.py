@@ -17,10 +17,10 @@ from ringattn.bands import Work, bounds_at, families, joined
 from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
 from ringattn.cost import seen_pairs
+from ringattn.kernels.attention.reference import attend, attend_backward
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.protocol import TorchKernel
-from ringattn.kernels.reference import attend, attend_backward
 from ringattn.kernels.total import in_dtype
 from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.verify import oracle

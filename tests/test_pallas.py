@@ -6,12 +6,11 @@ import pytest
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
-from ringattn.kernels import pallas, reference  # noqa: E402
-from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
-from ringattn.kernels.libraries import jax_splash  # noqa: E402
-from ringattn.kernels.pallas import splash  # noqa: E402
-from ringattn.kernels.pallas.blocks import Blocks, Shape, blocks_for  # noqa: E402
-from ringattn.kernels.pallas.worklist import (  # noqa: E402
+from ringattn.kernels.attention import pallas, reference  # noqa: E402
+from ringattn.kernels.attention.libraries import jax_splash  # noqa: E402
+from ringattn.kernels.attention.pallas import splash  # noqa: E402
+from ringattn.kernels.attention.pallas.blocks import Blocks, Shape, blocks_for  # noqa: E402
+from ringattn.kernels.attention.pallas.worklist import (  # noqa: E402
     FIRST,
     LAST,
     WHOLE,
@@ -22,6 +21,7 @@ from ringattn.kernels.pallas.worklist import (  # noqa: E402
     passing,
     staying,
 )
+from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
 from ringattn.kernels.partial import NEVER, Partial  # noqa: E402
 
 SMALL = Blocks(128, 128)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn import kernels
-from ringattn.kernels import reference, tiled
+from ringattn.kernels.attention import reference, tiled
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, empty, merge
 

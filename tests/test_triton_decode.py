@@ -7,13 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from ringattn.kernels import partial, reference
+from ringattn.kernels import partial
+from ringattn.kernels.attention import reference
+from ringattn.kernels.attention.triton.append import append
+from ringattn.kernels.attention.triton.decode import attend, choose_splits, config, decode_splits
+from ringattn.kernels.attention.triton.merge import STACK, merge_into, merge_stack
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial, Streams
-from ringattn.kernels.triton.append import append
-from ringattn.kernels.triton.decode import attend, choose_splits, config, decode_splits
-from ringattn.kernels.triton.launch import COMPILED
-from ringattn.kernels.triton.merge import STACK, merge_into, merge_stack
+from ringattn.kernels.triton import COMPILED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #        B   T  H  G    D    V    S  dtype           softcap

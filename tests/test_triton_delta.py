@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.kernels.linear import Inputs
-from ringattn.kernels.recurrent import recurrent
-from ringattn.kernels.triton import delta
-from ringattn.kernels.triton.delta_decode import decode
+from ringattn.kernels.linear.maps import Inputs
+from ringattn.kernels.linear.recurrent import recurrent
+from ringattn.kernels.linear.triton import delta
+from ringattn.kernels.linear.triton.delta_decode import decode
 from tests.test_triton_linear import DOCUMENTS, MOST, ON_GPU, Case, check, distance, draw, same_bits, truth_of
 
 # In the interpreter the launch for gentle chunks overflows in strong ones, which the launch for strong ones repeats.

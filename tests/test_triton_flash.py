@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from ringattn.bands import bounds, bounds_at, families
-from ringattn.kernels import Problem, reference
+from ringattn.kernels import Problem
+from ringattn.kernels.attention import reference
+from ringattn.kernels.attention.triton import KERNEL, attend, attend_backward, refuses, row_delta
+from ringattn.kernels.attention.triton.backward import spans
+from ringattn.kernels.attention.triton.table import TABLE, Tile, Tiles, load, save
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, stack
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import row_delta as row_delta_of
-from ringattn.kernels.triton import KERNEL, attend, attend_backward, refuses, row_delta
-from ringattn.kernels.triton.backward import spans
-from ringattn.kernels.triton.table import TABLE, Tile, Tiles, load, save
 from ringattn.spec import AttentionSpec, Docs
 
 ON_GPU = torch.cuda.is_available()

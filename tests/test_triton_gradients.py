@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ringattn.kernels.attention.triton import gradients
 from ringattn.kernels.total import Total
-from ringattn.kernels.triton import gradients
 
 
 def some_parts(dtype: torch.dtype) -> Total:

@@ -34,7 +34,7 @@ def test_kinds_that_two_threads_make_at_once_have_numbers_of_their_own():
     pytest.importorskip("triton")
     import torch
 
-    from ringattn.kernels.triton.launch import Launch
+    from ringattn.kernels.triton import Launch
 
     def kind_of(key) -> int:
         return Launch(None, (1, 1, 1), torch.device("cpu"), (), key).kind
@@ -73,10 +73,11 @@ def stand_in_for_triton():
     from compile_triton import TARGETS, stand_in
     from triton.runtime.jit import JITFunction
 
-    from ringattn.kernels.triton import blocks, linear
+    from ringattn.kernels.attention.triton import blocks
+    from ringattn.kernels.linear.triton import gated
 
     triton.runtime.driver.set_active(stand_in(TARGETS["sm90"][0]))
-    blocks.architecture = linear.architecture = lambda _device: "sm90"
+    blocks.architecture = gated.architecture = lambda _device: "sm90"
     run = JITFunction.run
 
     def compile_nothing(self, key, signature, device, *rest):
@@ -95,11 +96,12 @@ def some_call(draw: random.Random):
     """One of the functions that launch, on a shape of its own."""
     import torch
 
+    from ringattn.kernels.attention.triton import append, backward, decode, forward, gradients, merge
     from ringattn.kernels.intervals import Intervals
-    from ringattn.kernels.linear import Inputs
+    from ringattn.kernels.linear.maps import Inputs
+    from ringattn.kernels.linear.triton import gated
     from ringattn.kernels.partial import Partial, Streams
     from ringattn.kernels.total import Part
-    from ringattn.kernels.triton import append, backward, decode, forward, gradients, linear, merge
 
     dtype = draw.choice([torch.bfloat16, torch.float16, torch.float32])
     B, T, S = draw.choice([1, 2]), draw.choice([1, 16, 17, 64, 100]), draw.choice([1, 16, 50, 128])
@@ -125,10 +127,10 @@ def some_call(draw: random.Random):
     stack = tensor(5, B, T, H, V, dtype=torch.float32), torch.empty(5, B, T, H)
 
     def linear_forward():
-        linear.read_out(x, linear.scan_states(x), state)
+        gated.read_out(x, gated.scan_states(x), state)
 
     def linear_backward():
-        linear.gradients(x, linear.scan_states(x), state, linear.scan_gradients(x, dl), dl, None)
+        gated.gradients(x, gated.scan_states(x), state, gated.scan_gradients(x, dl), dl, None)
 
     state = draw.choice([None, torch.empty(B, H, K, W)])
     lengths, kept = torch.zeros(B, dtype=torch.int64), (torch.empty(B, 640, G, n, dtype=dtype) for n in (D, V))
@@ -152,7 +154,7 @@ def some_call(draw: random.Random):
 
 def main() -> None:
     stand_in_for_triton()
-    from ringattn.kernels.triton.launch import COMPILED
+    from ringattn.kernels.triton import COMPILED
 
     launches, names = 0, set()
     for seed in range(CALLS):

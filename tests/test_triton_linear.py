@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from triton._C.libtriton.ir import INPUT_PRECISION
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ringattn.kernels.linear import Inputs
-from ringattn.kernels.recurrent import recurrent
-from ringattn.kernels.triton import delta, linear
+from ringattn.kernels.linear.maps import Inputs
+from ringattn.kernels.linear.recurrent import recurrent
+from ringattn.kernels.linear.triton import delta, gated
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -168,7 +168,7 @@ def test_equals_the_recurrence_in_the_interpreter(case: Case) -> None:
 @pytest.mark.parametrize("decay", [0.6, 20.0], ids=["hard", "strong"])
 def test_what_tensor_cores_cut_off_does_not_reach_the_gates_gradient(decay: float, monkeypatch: Any) -> None:
     """Interpreted as an H200 runs it, with products of 10 bits: a pair's two parts in dg still cancel."""
-    monkeypatch.setattr(linear, "architecture", lambda _device: "sm90")
+    monkeypatch.setattr(gated, "architecture", lambda _device: "sm90")
     monkeypatch.setattr(InterpreterBuilder, "create_dot", cut_off(InterpreterBuilder.create_dot))
     case = Case(T=150, K=32, V=32, H=1, decay=decay, dtype="float16")
     given = draw(case)

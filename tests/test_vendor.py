@@ -13,10 +13,10 @@ import ringattn as ra
 from ringattn import kernels
 from ringattn.bands import bounds
 from ringattn.comms.local import run as run_ranks
-from ringattn.kernels import reference
+from ringattn.kernels.attention import reference
+from ringattn.kernels.attention.libraries import sdpa_cpu
+from ringattn.kernels.attention.libraries.rectangles import over_rectangles
 from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
-from ringattn.kernels.libraries import sdpa_cpu
-from ringattn.kernels.libraries.rectangles import over_rectangles
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.layout import LAYOUTS, Layout, to_local
@@ -389,7 +389,7 @@ def test_gpu_vendor_equals_reference(name: str, mask: str, shape: tuple[int, ...
     problem = kernels.Problem("cuda", "bfloat16", D, V, H, G, rectangles=True, arch=arch)
     if (reason := kernels.refusals(problem)[name]) is not None:
         pytest.skip(reason)
-    kernel = import_module(f"ringattn.kernels.libraries.{name}").KERNEL
+    kernel = import_module(f"ringattn.kernels.attention.libraries.{name}").KERNEL
     for what, error in errors(run(kernel, mask, shape, torch.bfloat16)).items():
         assert error < 2e-2, f"{name} {mask} {shape}: {what} is off by {error}"
     assert same(carried(kernel, mask, torch.bfloat16))

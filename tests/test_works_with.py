@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 import ringattn.torch.attention.compiled
 from ringattn.comms.local import run as run_threads
-from ringattn.kernels import tiled
+from ringattn.kernels.attention import tiled
 from ringattn.launch.processes import run
 from ringattn.models.nn import Attention, StreamingAttention
 from ringattn.ranks import one_rank

@@ -1,6 +1,6 @@
 """The pictures of docs/, each computed by the code that it explains.
 
-Layouts come from ringattn.layout, tiles from ringattn.kernels.tiled, steps from ringattn.schedule: a picture cannot
+Layouts come from ringattn.layout, tiles from kernels/attention/tiled.py, steps from ringattn.schedule: a picture cannot
 show what the code does not do. Figures come from benchmarks/. `make pictures`, or `python docs/pictures/draw.py
 [FOLDER]`, draws them all.
 """
@@ -20,8 +20,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from ringattn.bands import all_bands, bounds, bounds_at, families, joined
 from ringattn.cost import seen_pairs
-from ringattn.kernels import chunkwise, tiled
+from ringattn.kernels.attention import tiled
 from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.linear import chunkwise
 from ringattn.launch.commands.plot import RANKS, STYLE, bars, panels, read, save
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.planning import Plan

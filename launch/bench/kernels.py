@@ -17,7 +17,7 @@ import torch
 
 from ringattn import kernels
 from ringattn.bands import bounds
-from ringattn.kernels import reference
+from ringattn.kernels.attention import reference
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.launch.bench import Row, contest
 from ringattn.launch.bench.contest import DTYPES

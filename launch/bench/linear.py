@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ringattn as ra
-from ringattn.kernels import chunkwise, linear
-from ringattn.kernels.linear import TABLE
+from ringattn.kernels.linear import TABLE, chunkwise
+from ringattn.kernels.linear.maps import Inputs
 from ringattn.launch.bench import Row, contest
 from ringattn.launch.bench.contest import DTYPES, Passes
 from ringattn.launch.words import option
@@ -92,7 +92,7 @@ class Options:
 class Given(NamedTuple):
     """The inputs of a case, and the gradient that comes back."""
 
-    x: linear.Inputs
+    x: Inputs
     dout: Tensor
     docs: Docs | None
 
@@ -130,7 +130,7 @@ def off(case: Case, options: Options) -> list[Row]:
         return dict(zip(NAMES, (passes["forward"](), *passes["backward"]()), strict=True))
 
     exact: list[Any] = [t.double() if torch.is_tensor(t) else t for t in given.x]
-    truth = results(alone(chunkwise, Given(linear.Inputs(*exact), given.dout.double(), None)))
+    truth = results(alone(chunkwise, Given(Inputs(*exact), given.dout.double(), None)))
     rows = contest.side_by_side(options.impls, lambda name: [contest.errors(results(CONTESTANTS[name](given)), truth)])
     return contest.with_error_ratios(rows, "fla", "of_fla", NAMES)
 
@@ -158,7 +158,7 @@ def inputs(case: Case, options: Options) -> Given:
         rng, inside = np.random.default_rng(case.documents), np.arange(1, case.tokens)
         ends = rng.choice(inside, case.documents - 1, replace=False)
         docs = Docs.from_lengths(np.diff([0, *np.sort(ends), case.tokens]).tolist())
-    return Given(linear.Inputs(q.to(dtype), k.to(dtype), v, g, beta, None, case.key_dim**-0.5), dout, docs)
+    return Given(Inputs(q.to(dtype), k.to(dtype), v, g, beta, None, case.key_dim**-0.5), dout, docs)
 
 
 def alone(kernels: Any, given: Given) -> Passes:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
+from ringattn.kernels.attention.libraries.rectangles import heads_first
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.libraries.rectangles import heads_first
 from ringattn.launch.bench.contest import Passes, differentiated
 from ringattn.torch.attention.steps import problem_of
 
@@ -112,7 +112,7 @@ def cudnn(given: Inputs) -> Passes:
     if given.mask not in ("causal", "full"):
         return of_table("cudnn")(given)
     check("cudnn", given)
-    from ringattn.kernels.libraries import cudnn as vendor
+    from ringattn.kernels.attention.libraries import cudnn as vendor
 
     tensors, options = (given.q, given.k, given.v), (given.mask == "causal", given.scale)
     out, lse = vendor.forward(*tensors, *options)

@@ -164,7 +164,7 @@ def in_jax() -> list[Finding]:
     import jax
 
     from ringattn.comms.jax import generation
-    from ringattn.kernels import pallas
+    from ringattn.kernels.attention import pallas
 
     device = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     here = Finding("ok", "devices", f"{jax.device_count()} x {jax.devices()[0].device_kind}")

@@ -1,7 +1,7 @@
 """Measure kernels on this GPU, and write the best configurations to a file.
 
 what=tiles   the tile sizes of our kernels, as a table for `attend(..., table=load(path))`, with `load` of
-             `ringattn.kernels.triton.table`.
+             `ringattn.kernels.attention.triton.table`.
              Sizes that do not compile, do not fit, or give wrong results are left out.
 what=rates   how fast each kernel is, from which "auto" chooses: `ringattn.kernels.rates.use(path)`
 
@@ -45,7 +45,7 @@ def run(options: Options) -> int:
     if not torch.cuda.is_available():
         print("ringattn tune: no GPU here; the built-in table is used")
         return 1
-    from ringattn.kernels.triton import table as tiles
+    from ringattn.kernels.attention.triton import table as tiles
 
     out = options.out or f"{options.what}.json"
     kind: Any = rates if options.what == "rates" else tiles
@@ -100,7 +100,7 @@ def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) ->
 
 def candidates(tma: bool) -> list[Any]:
     """Tiles worth a measurement; those that do not compile or fit are found out by trying."""
-    from ringattn.kernels.triton.table import Tile
+    from ringattn.kernels.attention.triton.table import Tile
 
     narrow = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (32, 64, 4), (64, 32, 4)]
     shapes = [*narrow, (128, 64, 8), (64, 128, 8), (128, 128, 8)]
@@ -113,8 +113,9 @@ def candidates(tma: bool) -> list[Any]:
 
 def tune(options: Options, dim: int) -> dict[str, Any]:
     """The fastest right tile of each of the three kernels, each tried with the other two as they are in the table."""
-    from ringattn.kernels.triton import attend, attend_backward, row_delta
-    from ringattn.kernels.triton.table import architecture, entry
+    from ringattn.kernels.attention.triton import attend, attend_backward, row_delta
+    from ringattn.kernels.attention.triton.table import entry
+    from ringattn.kernels.triton import architecture
 
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, options.dtype)
     arch, bits, T = architecture(device), dtype.itemsize * 8, options.tokens

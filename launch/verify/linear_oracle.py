@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ringattn as ra
 from ringattn.kernels.linear import TABLE as TABLE
-from ringattn.kernels.linear import Inputs
-from ringattn.kernels.recurrent import recurrent
+from ringattn.kernels.linear.maps import Inputs
+from ringattn.kernels.linear.recurrent import recurrent
 from ringattn.launch.verify.cases import Known
 from ringattn.launch.verify.oracle import error, local, off
 from ringattn.segments import WAYS

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.kernels.linear import Inputs, of_keys, of_values
+from ringattn.kernels.linear.maps import Inputs, of_keys, of_values
 from ringattn.launch.verify import linear_oracle, oracle
 from ringattn.launch.verify.cases import Case
 

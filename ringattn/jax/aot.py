@@ -22,9 +22,9 @@ from ringattn.comms.jax import axes, generation
 from ringattn.jax.attention.function import attention
 from ringattn.jax.linear.function import linear_attention
 from ringattn.jax.sharding import closed, sequence_axes, spec_of
+from ringattn.kernels.attention.pallas import splash
+from ringattn.kernels.attention.pallas.blocks import USUAL, VMEM, Blocks
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.pallas import splash
-from ringattn.kernels.pallas.blocks import USUAL, VMEM, Blocks
 from ringattn.kernels.partial import Partial
 from ringattn.planning import Plan
 from ringattn.ranks import Ranks

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from ringattn import api
 from ringattn.check import of_arguments, of_packed, of_sizes
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.linear import Inputs
-from ringattn.kernels.recurrent import few_tokens
+from ringattn.kernels.linear.maps import Inputs
+from ringattn.kernels.linear.recurrent import few_tokens
 from ringattn.planning import Plan
 from ringattn.spec import Docs, of_factor, whole
 from ringattn.torch.check import of_types

@@ -25,8 +25,8 @@ from ringattn.jax.attention.ring import ring_backward, ring_forward
 from ringattn.jax.attention.steps import cut_of, local_positions, step_of
 from ringattn.jax.check import check
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
-from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import NEVER, add_sinks, empty, sink_gradient
+from ringattn.kernels.varying import axes_of, vary
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs, register_in_jax

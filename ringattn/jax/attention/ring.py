@@ -13,8 +13,8 @@ from jax import Array, lax
 
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention.steps import Hop, Hops, Score, Sight, route_of
-from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import Partial, empty
+from ringattn.kernels.varying import axes_of, vary
 from ringattn.mask import Mask
 
 Pair = tuple[Array, Array]

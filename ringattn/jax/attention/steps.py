@@ -13,11 +13,11 @@ from jax import Array
 
 from ringattn.bands import Bands, covered, intervals
 from ringattn.comms.jax import automatic_axes, generation
-from ringattn.kernels import pallas
+from ringattn.kernels.attention import pallas
+from ringattn.kernels.attention.libraries import jax_cudnn, jax_splash
+from ringattn.kernels.attention.pallas.blocks import Blocks, limit_of
 from ringattn.kernels.families import over_families_in_jax
 from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets
-from ringattn.kernels.libraries import jax_cudnn, jax_splash
-from ringattn.kernels.pallas.blocks import Blocks, limit_of
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask, schedule_of

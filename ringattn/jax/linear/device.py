@@ -22,11 +22,11 @@ from ringattn.jax.attention.steps import local_positions
 from ringattn.jax.attention.ulysses import cleared
 from ringattn.jax.linear.documents import Documents
 from ringattn.jax.linear.states import KEPT, exchange, summed
-from ringattn.kernels import jax_chunkwise as chunkwise
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.jax_chunkwise import CHUNK
-from ringattn.kernels.pallas import linear
-from ringattn.kernels.pallas.varying import axes_of, vary
+from ringattn.kernels.linear import jax_chunkwise as chunkwise
+from ringattn.kernels.linear import pallas
+from ringattn.kernels.linear.jax_chunkwise import CHUNK
+from ringattn.kernels.varying import axes_of, vary
 from ringattn.planning import Plan
 from ringattn.segments import BEFORE, choose, segments
 
@@ -136,8 +136,8 @@ def kernel_of(kernel: str, plan: Plan, q: Array, v: Array, documents: bool) -> s
         problem = "it has no states of documents (initial_state or return_state one a document)"
     elif not all(isinstance(n, int) for n in q.shape):
         problem = f"the shape {q.shape} has symbols"
-    elif max(q.shape[-1], v.shape[-1]) > linear.WIDEST:
-        problem = f"heads of {q.shape[-1]} and {v.shape[-1]} are wider than {linear.WIDEST}"
+    elif max(q.shape[-1], v.shape[-1]) > pallas.WIDEST:
+        problem = f"heads of {q.shape[-1]} and {v.shape[-1]} are wider than {pallas.WIDEST}"
     if kernel == "pallas" and problem:
         raise NotImplementedError(f"kernel='pallas': {problem}; leave kernel out, or use kernel='chunkwise'")
     return (
@@ -177,13 +177,13 @@ def in_two_passes(call: Call, keep: bool, arrays: Arrays, starts: Any) -> tuple[
     The first pass is not needed on one device, and its exchange has nothing beside it: the second waits for the state.
     """
     plan, x, interpret = call.plan, Laid.out(call, arrays, starts), call.plan.device != "tpu"
-    rows = linear.Rows.of(x.q, x.k, x.v, x.g, x.beta, x.begin(plan))
+    rows = pallas.Rows.of(x.q, x.k, x.v, x.g, x.beta, x.begin(plan))
     alone, before, behind = plan.ring * plan.ulysses == 1, x.start, None
     if not alone:
-        maps = jax.tree.map(lambda each: each[None], linear.segment(rows, interpret))
+        maps = jax.tree.map(lambda each: each[None], pallas.segment(rows, interpret))
         nothing = jnp.zeros(1), None
         (before,), behind, _ = exchange(plan, x.way(call), maps, x.start, lambda each, _: each, nothing)
-    out, end, *kept = linear.outputs(rows, before, call.scale, keep, interpret)
+    out, end, *kept = pallas.outputs(rows, before, call.scale, keep, interpret)
     end = summed(end, plan) if behind is None else behind
     return x.back(out), end if call.returned else None, kept[0] if kept else None
 

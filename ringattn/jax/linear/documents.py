@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ringattn.jax.attention.steps import local_positions
-from ringattn.kernels.jax_chunkwise import CHUNK, Map
+from ringattn.kernels.linear.jax_chunkwise import CHUNK, Map
 from ringattn.planning import Plan
 
 

@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ringattn.comms.jax import MeshAxis, relay
 from ringattn.jax.sharding import sequence_axes
-from ringattn.kernels.jax_chunkwise import Map, composed, walk
-from ringattn.kernels.pallas.varying import axes_of, vary
+from ringattn.kernels.linear.jax_chunkwise import Map, composed, walk
+from ringattn.kernels.varying import axes_of, vary
 from ringattn.planning import Plan
 from ringattn.segments import Place, Way, order, passes, segments
 

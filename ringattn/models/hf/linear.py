@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn import api
-from ringattn.kernels.linear import Inputs
-from ringattn.kernels.recurrent import few_tokens
+from ringattn.kernels.linear.maps import Inputs
+from ringattn.kernels.linear.recurrent import few_tokens
 from ringattn.models.hf.attention import Call
 from ringattn.models.linear import FEW, exact
 from ringattn.planning import Plan

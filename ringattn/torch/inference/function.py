@@ -88,7 +88,7 @@ def decode_quickly(
     call: Decode, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, sinks: Tensor | None, capturing: bool
 ) -> Tensor:
     """Append, attend and merge in a few launches that read the lengths on the device."""
-    from ringattn.kernels.triton import append, decode, merge
+    from ringattn.kernels.attention.triton import append, decode, merge
 
     n, spec = q.shape[1], call.spec
     cache.make_room(n)

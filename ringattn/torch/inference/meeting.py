@@ -197,7 +197,7 @@ def shared(rows: Tensor, axis: Any, form: str) -> Partial:
 def merged(stack: Partial | Streams, dtype: torch.dtype = torch.float32) -> Partial:
     """Stacked partials [ranks, ...] merged in rank order: on GPUs in one kernel, whose out has `dtype`."""
     if stack.out.is_cuda and stack.out.dtype == torch.float32:
-        from ringattn.kernels.triton import merge
+        from ringattn.kernels.attention.triton import merge
 
         return merge.merge_stack(stack, dtype=dtype)
     return merge_stack(stack)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ringattn.check import by_document, of_choice, of_linear, of_scale, of_state, returned_states, wrong_number
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.linear.maps import Inputs, Scan
 from ringattn.kernels.protocol import LinearKernel
 from ringattn.planning import Plan
 from ringattn.segments import BEFORE, WAYS, choose, segments, uneven
@@ -69,14 +70,14 @@ class LinearCall:
         self.words: agree.Words = {}  # what the ranks compare
         self.compared = agree.watched(plan)  # whether they compare it in every call
 
-    def exchange(self, scan: linear.Scan, start: Tensor | None, **how: bool) -> states.Exchange | None:
+    def exchange(self, scan: Scan, start: Tensor | None, **how: bool) -> states.Exchange | None:
         """The transfer of the state before each segment; on one device nothing travels."""
         return None if scan.map is None or self.alone else states.Exchange(self.plan, scan.map, start, self.way, **how)
 
-    def inputs(self, x: Given) -> linear.Inputs:
+    def inputs(self, x: Given) -> Inputs:
         """The tokens of this rank's segments, for the kernel."""
         q, k, v, g, beta = self.folded(*x[:5])
-        return linear.Inputs(q, k, v, g, beta, self.begin, self.scale)
+        return Inputs(q, k, v, g, beta, self.begin, self.scale)
 
     def folded(self, *tensors: Tensor | None) -> list[Any]:
         """This rank's segments as rows of the batch, [B * P, T / P, ...], padding zeroed."""
@@ -174,7 +175,7 @@ def rows(x: Tensor, parts: int) -> Tensor:
     return x if parts == 1 else x.unflatten(1, (parts, -1)).flatten(0, 1)
 
 
-def empty_states(kernel: LinearKernel, x: linear.Inputs) -> Tensor | None:
+def empty_states(kernel: LinearKernel, x: Inputs) -> Tensor | None:
     """Memory for the states before all chunks, if it is small compared to the inputs, which backward keeps anyway."""
     sizes, dtype = kernel.states_shape(x.k, x.v)
     inputs = sum(prod(t.shape) * t.itemsize for t in x[:5] if t is not None)

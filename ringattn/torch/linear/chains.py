@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.kernels.linear import Map
+from ringattn.kernels.linear.maps import Map
 from ringattn.planning import Plan
 from ringattn.segments import pieces, segments
 from ringattn.torch.exchange import sent

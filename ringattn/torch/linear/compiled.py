@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringattn.check import returned_states
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.linear import Inputs
+from ringattn.kernels.linear.maps import Inputs
 from ringattn.planning import Plan, of_text
 from ringattn.segments import segments, uneven
 from ringattn.spec import Docs

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.linear import Inputs, Map
+from ringattn.kernels.linear.maps import Inputs, Map
 from ringattn.layout import Shard
 from ringattn.planning import Plan
 from ringattn.segments import pieces, segments, uneven

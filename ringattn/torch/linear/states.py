@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringattn.comms.axis import Axis
 from ringattn.comms.scan import Relay, add_up, broadcast
-from ringattn.kernels.linear import Map
+from ringattn.kernels.linear.maps import Map
 from ringattn.planning import Plan
 from ringattn.segments import Place, Way, order, passes, segments
 

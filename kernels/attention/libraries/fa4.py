@@ -1,0 +1,255 @@
+"""FlashAttention-4, if it is installed (`pip install 'ringattn[fa4]'`), for any intervals, in one call a step.
+
+Where the intervals are one of FA4's own masks (full, causal, a window, packed documents), it runs that. For all others
+it gets a mask function, which reads the interval of a query, and lists of the tiles to visit.
+"""
+
+import logging
+import os
+from functools import lru_cache
+from inspect import signature
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+# FA4 compiles a kernel for each kind of call, which takes seconds, and keeps it on disk if these are set at its import.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "ringattn" / "fa4"))
+
+import cutlass
+import cutlass.cute as cute
+from flash_attn.cute import utils
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+from ringattn.kernels import Problem
+from ringattn.kernels.attention.libraries import equal_dims, gpu_refusal
+from ringattn.kernels.attention.libraries.forms import Form, form_of
+from ringattn.kernels.attention.libraries.rectangles import covers, heads_first, over_rectangles
+from ringattn.kernels.attention.libraries.thin import with_thin
+from ringattn.kernels.attention.triton.block_lists import block_lists
+from ringattn.kernels.intervals import Intervals, Rectangle, extent, within
+from ringattn.kernels.partial import NEVER
+
+NAME = "FlashAttention-4"
+NEEDED = {"mask_mod", "block_sparse_tensors", "aux_tensors"}
+OLD = NEEDED.difference(signature(_flash_attn_fwd).parameters)
+OLD |= (NEEDED | {"dlse"}).difference(signature(_flash_attn_bwd).parameters)
+DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
+PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
+SPLIT = 4096  # a backward pass of so many queries takes two of FA4's own masks rather than lists
+ONE = Lock()  # threads must not compile at the same time: FA4's compiler keeps what it works on for the whole process
+
+
+class Sizes(NamedTuple):
+    """(queries, keys) of the tiles that FA4 computes with."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+def refuses(problem: Problem) -> str | None:
+    if OLD:
+        return f"this {NAME} has no {', '.join(sorted(OLD))}: upgrade with pip install -U 'ringattn[fa4]'"
+    if problem.arch is not None and problem.arch[0] != 9:  # tried on Hopper only: elsewhere what is surely there
+        return gpu_refusal(problem, NAME, (9, 0), 128) or equal_dims(problem, NAME)
+    dims = problem.head_dim, problem.value_dim
+    if dims not in DIMS:
+        return (
+            f"{NAME} is used for head dims {', '.join(f'{d}/{v}' if d != v else str(d) for d, v in DIMS)}, got {dims}"
+        )
+    if problem.heads != problem.kv_heads and dims[0] != dims[1]:
+        return f"{NAME} has no gradients for grouped heads with unequal dims"
+    return gpu_refusal(problem, NAME, (9, 0), 256, any_mask=True)
+
+
+class Own(NamedTuple):
+    """One of FA4's own masks, as its arguments."""
+
+    options: dict[str, Any]
+    packed: bool  # whether the batch is one row of documents
+
+
+class Listed(NamedTuple):
+    """Any intervals: what FA4 needs beside q, k and v."""
+
+    bounds: list[Tensor]  # begin and end of each query, [B, T], with room past the last one
+    lists: BlockSparseTensorsTorch  # of the tiles of each block of queries; for a backward pass, of keys
+    empty: Tensor | None  # which rows see no key, [rows, 1, T]; None if the host knows that all do
+
+
+@cute.jit
+def sees(
+    batch: cute.TensorSSA, head: cute.TensorSSA, query: cute.TensorSSA, key: cute.TensorSSA, seqlens: Any, bounds: Any
+) -> cute.TensorSSA:
+    """Whether a query sees a key: begin <= key < end."""
+    begin = utils.scalar_to_ssa(bounds[0][batch[0], query[0]], cutlass.Int32)
+    end = utils.scalar_to_ssa(bounds[1][batch[0], query[0]], cutlass.Int32)
+    return (key >= begin) & (key < end)
+
+
+@lru_cache(maxsize=1)
+def announce() -> None:
+    """Say once in a process why first calls take long."""
+    where = os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"]
+    logging.getLogger("ringattn").warning(
+        f"{NAME} compiles a kernel for each new kind of call, which takes some seconds, and keeps it in {where}"
+    )
+
+
+def compiled() -> int:
+    """How many kinds of calls this process has compiled, or loaded from disk."""
+    return sum(len(function.compile_cache.cache) for function in (_flash_attn_fwd, _flash_attn_bwd))
+
+
+def rectangles_of(
+    where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool = False
+) -> tuple[Rectangle, ...]:
+    """The step as one call, with `Own` or `Listed` as its mask; none if no query sees a key; see `two_own` for two."""
+    kind = "fa4", backward, q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
+    known = where.made
+    if known is not None and kind in known:
+        found: tuple[Rectangle, ...] = known[kind]
+        return found
+    found = two_own(where, q_BTHD) if backward else ()
+    found = found or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
+    if known is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
+        known[kind] = found
+    return found
+
+
+def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
+    """Two of FA4's own masks, one after the other along the queries, if the intervals are those; else none.
+
+    Lists cost a backward pass 5% and more, and adding up the gradients of two calls less than 1%, but for short
+    sequences.
+    """
+    if where.rectangles is None or where.host is None or q_BTHD.shape[1] < SPLIT:
+        return ()
+    begin, end = where.host[0][0], where.host[1][0]
+    starts = sorted({x.queries.start for x in where.rectangles})
+    if len(starts) != 2 or form_of(begin, end) is not None:
+        return ()
+    found = []
+    for first, stop in ((starts[0], starts[1]), (starts[1], len(begin))):
+        form = form_of(begin[first:stop], end[first:stop])
+        if form is None or form.starts is not None:
+            return ()
+        queries = slice(first + form.queries.start, first + form.queries.stop)
+        found.append(Rectangle(queries, form.keys, own(form, q_BTHD.shape[0], q_BTHD.device)))
+    return tuple(found)
+
+
+def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool) -> tuple[Rectangle, ...]:
+    """The step as one call, of the queries that see a key and of the keys that are seen, as far as the host knows."""
+    (B, T, _, D), S, V = q_BTHD.shape, k_BSGD.shape[1], v_BSGV.shape[3]
+    queries, keys = slice(0, T), slice(0, S)
+    if where.host is not None:
+        if len(where.host[0]) == 1:
+            form = form_of(where.host[0][0], where.host[1][0])
+            whole = form is not None and covers(form.queries, q_BTHD) and covers(form.keys, k_BSGD)
+            if form is not None and (form.starts is None or B == 1 or whole):
+                return (Rectangle(form.queries, form.keys, own(form, B, q_BTHD.device)),)
+        queries, keys = extent(where)
+        if queries.start == queries.stop:
+            return ()
+        where = within(where, queries, keys.start)
+    size = sizes_of(D, V)[backward]
+    lists = block_lists(where, keys.stop - keys.start, *size, by_keys=backward)
+    room = 0, -(queries.stop - queries.start) % PADDED
+    bounds = [pad(x.to(torch.int32), room).expand(B, -1) for x in (where.begin, where.end)]
+    all_see = where.host is not None and bool((where.host[0] < where.host[1]).all())
+    empty = None if all_see else (where.begin >= where.end)[:, None]
+    return (Rectangle(queries, keys, Listed(bounds, BlockSparseTensorsTorch(*lists, block_size=size), empty)),)
+
+
+def sizes_of(head_dim: int, value_dim: int) -> Sizes:
+    """The tiles that FA4 computes with on Hopper, for these dims."""
+    if head_dim <= 64:
+        return Sizes((192, 128), (128, 128))
+    if head_dim <= 96:
+        return Sizes((192, 128), (64, 128))
+    if head_dim <= 128:
+        return Sizes((128, 128), (128, 128))
+    if head_dim <= 192:
+        return Sizes((128, 128 if value_dim <= 128 else 112), (64, 96))
+    return Sizes((128, 80), (64, 64))
+
+
+def own(form: Form, batch: int, device: torch.device) -> Own:
+    options: dict[str, Any] = {"causal": form.causal and form.window is None}
+    if form.window is not None:
+        options |= {"window_size_left": form.window, "window_size_right": 0}
+    if form.starts is not None:
+        each = np.asarray(form.starts[:-1])[None] + np.arange(batch)[:, None] * form.starts[-1]
+        ends = np.append(each.ravel(), batch * form.starts[-1]).astype(np.int32)
+        starts, longest = torch.from_numpy(ends).to(device, non_blocking=True), int(np.diff(form.starts).max())
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return Own(options, form.starts is not None)
+
+
+def forward(
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, mask: Own | Listed, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    announce()
+    B, T, H, _ = q_BTHD.shape
+    given: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "return_lse": True}
+    tensors: tuple[Tensor, ...] = q_BTHD, k_BSGD, v_BSGV
+    if isinstance(mask, Listed):
+        given |= {"mask_mod": sees, "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
+        with ONE:
+            out, lse = _flash_attn_fwd(*tensors, **given)[:2]
+        lse = nan_kept(lse) if mask.empty is None else nan_kept(lse).masked_fill_(mask.empty, NEVER)
+        return out, heads_first(lse)
+    if mask.packed:
+        tensors = tuple(x.flatten(0, 1) for x in tensors)
+    with ONE:
+        out, lse = _flash_attn_fwd(*tensors, **given, **mask.options)[:2]
+    lse = nan_kept(lse)  # no row is empty
+    if mask.packed:  # [H, B * T]
+        return out.view(B, T, *out.shape[1:]), lse.view(H, B, T).permute(1, 2, 0)
+    return out, heads_first(lse)
+
+
+def nan_kept(lse: Tensor) -> Tensor:
+    """FA4 writes -inf as the lse of a row with NaN, as of a row that sees no key: now NaN again, in place."""
+    return lse.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=torch.nan)
+
+
+def backward(
+    dout_BTHV: Tensor,
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    out_BTHV: Tensor | None,
+    lse_BTH: Tensor,
+    mask: Own | Listed,
+    scale: float,
+    softcap: float | None = None,
+    delta: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FA4 computes delta = rowsum(dout * out) - dlse. Given delta instead of out, out = 0 and dlse = -delta."""
+    if out_BTHV is None:
+        out_BTHV = torch.zeros_like(dout_BTHV)
+    lse, minus = (None if x is None else heads_first(x).contiguous() for x in (lse_BTH, delta))
+    tensors: tuple[Tensor, ...] = q_BTHD, k_BSGD, v_BSGV, out_BTHV, dout_BTHV
+    dlse = None if minus is None else -minus
+    options: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap or 0.0, "dlse": dlse}
+    if isinstance(mask, Listed):
+        options |= {"mask_mod": sees, "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
+    else:
+        options |= mask.options
+        if mask.packed:
+            tensors = tuple(x.flatten(0, 1) for x in tensors)
+            lse, options["dlse"] = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, options["dlse"]))
+    with ONE:
+        dq, dk, dv = _flash_attn_bwd(*tensors, lse, **options)[:3]
+    return dq.view(q_BTHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGV.shape)
+
+
+KERNEL = with_thin(over_rectangles(NAME, forward, backward, refuses, rectangles_of))

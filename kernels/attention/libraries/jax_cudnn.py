@@ -1,0 +1,204 @@
+"""cuDNN's fused attention on JAX arrays: a step is cut into rectangles whose mask cuDNN has, with one call for each.
+
+Its masks are full, causal, a window, and packed documents (on Hopper and later). A rectangle has one of these, or a
+causal one with its tokens in reverse order.
+
+jax.nn.dot_product_attention rounds the lse to the dtype of the keys, which is too coarse for a ring. The private
+function below it keeps cuDNN's float32 lse, and its backward accepts any lse. cuDNN computes delta = rowsum(dout * out)
+itself, so with the lse and the out over all keys each rectangle's gradients are exact.
+
+If the lse has a gradient too, delta = rowsum(dout * out) - dlse. No `out` gives that delta in every range of numbers.
+So dlse takes a second call with values of 0, where ds = p * (0 - delta), and delta = -dlse is exact.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ringattn.kernels import Problem
+from ringattn.kernels.attention.libraries import cudnn_refusal, equal_dims
+from ringattn.kernels.attention.libraries.forms import Form, form_of
+from ringattn.kernels.attention.libraries.jax_rectangles import over_rectangles
+from ringattn.kernels.intervals import FLIPPED, Rectangle, rectangles_of
+from ringattn.kernels.protocol import JaxKernel
+
+
+def refuses(problem: Problem) -> str | None:
+    return cudnn_refusal(problem) or equal_dims(problem, "cuDNN")
+
+
+class Delta(NamedTuple):
+    """What cuDNN needs in place of delta: the out over all keys, and the lse's gradient if there is one."""
+
+    out: Array
+    dlse: Array | None
+
+
+def prepare(
+    q: Array, dout: Array, lse: Array, delta: Array, out: Array, dlse: Array | None = None
+) -> tuple[Array, Array, Array, Delta]:
+    """Replaces delta by out, since cuDNN computes delta itself."""
+    return q, dout.astype(q.dtype), lse, Delta(out.astype(q.dtype), dlse)
+
+
+FEW = 4  # so many packed documents are calls of their own
+MANY = 32  # and so many are one call: its lse takes memory for all of its tokens in each document
+
+
+def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...] | None:
+    """Host intervals [rows, T] as few rectangles of cuDNN's masks, or None."""
+    if (begin == begin[:1]).all() and (end == end[:1]).all() and (form := form_of(begin[0], end[0])):
+        queries = len(range(form.queries.stop)[form.queries])
+        windows, starts = form.window is not None, form.starts is not None  # it has no packed documents with windows
+        if windows and not starts and queries == len(range(form.keys.stop)[form.keys]):
+            return (Rectangle(form.queries, form.keys, form),)
+        if starts and not windows and len(form.starts or ()) > FEW + 1 and packs():
+            return packed(form)
+    return rectangles_of(begin, end, flips=True)
+
+
+def packs() -> bool:
+    """Whether the GPUs here have packed documents."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    return bool(cudnn.check_compute_capability("9.0"))
+
+
+def packed(form: Form) -> tuple[Rectangle, ...]:
+    """Packed documents as one rectangle for each MANY of them."""
+    assert form.starts is not None
+    found = []
+    for i in range(0, len(form.starts) - 1, MANY):
+        starts = form.starts[i : i + MANY + 1]
+        rows, columns = (slice(starts[0] + x.start, starts[-1] + x.start) for x in (form.queries, form.keys))
+        local = tuple(start - starts[0] for start in starts)
+        found.append(Rectangle(rows, columns, form._replace(queries=rows, keys=columns, starts=local)))
+    return tuple(found)
+
+
+class CudnnMask(NamedTuple):
+    """What cuDNN calls the mask of a rectangle."""
+
+    kind: str  # of cudnn.MaskType
+    window: int | None = None  # a query sees so many keys, itself among them
+    starts: tuple[int, ...] | None = None  # of packed documents, and the end of the last
+
+    @classmethod
+    def of(cls, mask: Any) -> "CudnnMask":
+        if not isinstance(mask, Form):
+            return cls("CAUSAL" if mask else "NO_MASK")
+        if mask.starts is not None:
+            return cls("PADDING_CAUSAL" if mask.causal else "PADDING", None, mask.starts)
+        return cls("CAUSAL", None if mask.window is None else mask.window + 1)
+
+
+def forward(
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, mask: Any, scale: float, softcap: float | None = None
+) -> tuple[Array, Array]:
+    """One rectangle: out in the dtype of q, and the float32 lse [B, T, H]."""
+    assert softcap is None  # which `refuses` refuses
+    q, k, v = reverse(mask, q_BTHD, k_BSGD, v_BSGV)
+    out, lse = reverse(mask, *fused_forward(q, k, v, CudnnMask.of(mask), scale))
+    return out, lse
+
+
+def backward(
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, rows: tuple[Array, Array, Delta], mask: Any, scale: float,
+    softcap: float | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """One rectangle: (dq, dk, dv), in the dtypes of q, k, v or in float32."""
+    assert softcap is None
+    dout, lse, (out, dlse) = rows
+    q, k, v, dout, lse, out, dlse = reverse(mask, q_BTHD, k_BSGD, v_BSGV, dout, lse, out, dlse)
+    named = CudnnMask.of(mask)
+    dq, dk, dv = fused_backward(q, k, v, dout, lse, out, named, scale)
+    if dlse is not None:
+        ones, parts = rows_with_delta(-dlse, dout)
+        more_q, more_k, _ = fused_backward(q, k, jnp.zeros_like(v), ones, lse, parts, named, scale)
+        dq, dk = (a.astype(lse.dtype) + b.astype(lse.dtype) for a, b in ((dq, more_q), (dk, more_k)))
+    dq, dk, dv = reverse(mask, dq, dk, dv)
+    return dq, dk, dv
+
+
+def reverse(mask: Any, *arrays: Any) -> tuple[Any, ...]:
+    """The arrays with their tokens in reverse order, if the rectangle is flipped."""
+    return tuple(x if x is None else x[:, ::-1] for x in arrays) if mask is FLIPPED else arrays
+
+
+PARTS = 3  # three bfloat16 numbers, of 8 bits each, are as exact as one float32 number
+
+
+def rows_with_delta(delta: Array, like: Array) -> tuple[Array, Array]:
+    """(dout, out) in the dtype and shape of `like`, with rowsum(dout * out) = delta: ones, and delta in parts."""
+    parts = []
+    for _ in range(PARTS):
+        parts.append(delta.astype(like.dtype))
+        delta = delta - parts[-1].astype(delta.dtype)
+    rest = [(0, 0)] * (like.ndim - 1) + [(0, like.shape[-1] - PARTS)]
+    found = jnp.pad(jnp.stack(parts, -1), rest)
+    return jnp.ones_like(found), found
+
+
+def fused_forward(q: Array, k: Array, v: Array, mask: CudnnMask, scale: float) -> tuple[Array, Array]:
+    """cuDNN's forward for one rectangle."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    lengths, offsets = documents(mask, q)
+    out, lse = cudnn.dot_product_attention(
+        q, k, v, scale=scale, mask_type=cudnn.MaskType[mask.kind], qkv_layout="BTNH", return_residual=True,
+        sliding_window_length=mask.window, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets,
+    )  # fmt: skip
+    return out, lse.swapaxes(1, 2) if mask.starts is None else unpadded(lse, mask.starts, q.shape[0])
+
+
+def fused_backward(
+    q: Array, k: Array, v: Array, dout: Array, lse: Array, out: Array, mask: CudnnMask, scale: float
+) -> tuple[Array, Array, Array]:
+    """cuDNN's backward for one rectangle."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    unused = jnp.zeros(0, q.dtype)  # bias and pages, and without documents their lengths and offsets
+    lengths, offsets = (unused if x is None else x for x in documents(mask, q))
+    lse = lse.swapaxes(1, 2) if mask.starts is None else padded(lse, mask.starts)
+    dq, dk, dv = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused, lse, out, dout,
+        scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False),
+        mask_type=cudnn.MaskType[mask.kind], layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=mask.window,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def documents(mask: CudnnMask, q: Array) -> tuple[Array | None, Array | None]:
+    """The lengths [B, documents] and the offsets [B, documents + 1] of packed documents."""
+    if mask.starts is None:
+        return None, None
+    starts = np.array(mask.starts, np.int32)
+    rows = [np.broadcast_to(x, (q.shape[0], len(x))) for x in (np.diff(starts), np.append(starts[:-1], -1))]
+    return jnp.asarray(rows[0], jnp.int32), jnp.asarray(rows[1], jnp.int32)
+
+
+def places(starts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Each token's document, and its place in it."""
+    lengths = np.diff(starts)
+    own = np.repeat(np.arange(len(lengths)), lengths)
+    return own, np.arange(starts[-1]) - np.asarray(starts)[own]
+
+
+def unpadded(lse: Array, starts: tuple[int, ...], batch: int) -> Array:
+    """[B, T, H] of the lse as cuDNN has it with packed documents, [B * documents, H, T]."""
+    own, place = places(starts)
+    return lse.reshape(batch, -1, *lse.shape[1:])[:, own, :, place].swapaxes(0, 1)
+
+
+def padded(lse: Array, starts: tuple[int, ...]) -> Array:
+    """The inverse of `unpadded`."""
+    (B, T, H), (own, place) = lse.shape, places(starts)
+    found = jnp.zeros((B, len(starts) - 1, H, T), lse.dtype).at[:, own, :, place].set(lse.swapaxes(0, 1))
+    return found.reshape(-1, H, T)
+
+
+attend, attend_backward = over_rectangles("cuDNN", forward, backward)
+KERNEL = JaxKernel(attend, attend_backward, refuses, prepare=prepare)  # one call computes dq, dk and dv

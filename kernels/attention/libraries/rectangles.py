@@ -1,0 +1,193 @@
+"""Attention by rectangles: their partials merge, and with the lse over all keys their gradients add up.
+
+A vendor's backward computes delta = rowsum(dout * out) itself and uses `out` for nothing else. Given the out over all
+keys, each rectangle is exact. If the lse has a gradient too, or out is on another rank, no `out` gives the right delta
+in every range of numbers. Then call without out=: a vendor that takes delta gets it, and instead of others our own
+kernel computes the gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial as bind
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels import partial
+from ringattn.kernels.arrays import accumulator, fine
+from ringattn.kernels.attention import tiled
+from ringattn.kernels.intervals import Intervals, Rectangle
+from ringattn.kernels.partial import Partial, empty
+from ringattn.kernels.protocol import TorchKernel
+from ringattn.kernels.rows import EVERY, NONE, Rows, with_out
+from ringattn.kernels.total import Total, in_dtype
+
+# (q, k, v, mask, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, mask, scale) -> dq, dk, dv
+Forward = Callable[..., tuple[Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Rectangles = Callable[..., tuple[Rectangle, ...]]  # (intervals, q, k, v, backward)
+
+
+def over_rectangles(
+    name: str, forward: Forward, backward: Backward, refuses: Callable[..., str | None],
+    rectangles_of: Rectangles | None = None, fills: bool = False,
+) -> TorchKernel:  # fmt: skip
+    """A kernel that runs a vendor's two functions of one rectangle over all rectangles of a step.
+
+    They are those that the intervals come with, whose mask is whether they are causal. A vendor that runs any intervals
+    gives `rectangles_of`, which makes its own. Both functions then take softcap=, and its backward delta= for out.
+    """
+    cut_into = rectangles_of or bind(known, name)
+
+    def options(softcap: float | None) -> dict[str, Any]:
+        if softcap is not None and not rectangles_of:
+            raise NotImplementedError(f"{name} does not support softcap={softcap}; the triton and tiled kernels do")
+        return {"softcap": softcap} if rectangles_of else {}
+
+    def attend(
+        q_BTHD: Tensor,
+        k_BSGD: Tensor,
+        v_BSGV: Tensor,
+        where: Intervals,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        carry: Partial | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Partial:
+        """One vendor call for each rectangle, merged into the carry's rows: in place if its out has `out_dtype`."""
+        given = options(softcap)
+        q_BTHD, k_BSGD, v_BSGV = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV))
+        rectangles = cut_into(where, q_BTHD, k_BSGD, v_BSGV)
+
+        def run(queries: slice, keys: slice, mask: Any) -> Partial:
+            out, lse = forward(cut(q_BTHD, queries), cut(k_BSGD, keys), cut(v_BSGV, keys), mask, scale, **given)
+            return Partial(out, in_dtype(lse, fine(q_BTHD)))
+
+        if carry is None and is_one(rectangles, q_BTHD):
+            part = run(*rectangles[0])
+            return Partial(in_dtype(part.out, out_dtype or accumulator(q_BTHD)), part.lse)
+        exact = accumulator(q_BTHD)
+        dtype = out_dtype or exact
+        between = untouched([x.queries for x in rectangles], q_BTHD.shape[1])  # None: a row has several merges
+        total = carry or empty(q_BTHD, v_BSGV.shape[-1])
+        if between is None:
+            total = Partial(total.out.to(exact), total.lse)
+        in_place = between is None or total.out.dtype == dtype
+        found = total if in_place else Partial(torch.empty_like(total.out, dtype=dtype), torch.empty_like(total.lse))
+        for rectangle in largest_first(rectangles):
+            merge_rows(total, rectangle.queries, run(*rectangle), found)
+        for rows in between if between and not in_place else ():
+            found.out[:, rows], found.lse[:, rows] = total.out[:, rows], total.lse[:, rows]
+        return Partial(found.out.to(dtype), found.lse)
+
+    def gradients(
+        tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
+        into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, alone: bool = False,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        """One vendor call for each rectangle; if one is the whole step, its gradients are as the vendor gives them."""
+        given = options(softcap)
+        rectangles = cut_into(where, *tensors, True)
+        if rows.out is None and not rectangles_of:
+            return own_kernel(tensors[0]).backward(tensors, where, rows, want, into, scale=scale, alone=alone)
+        q_BTHD, k_BSGD, v_BSGV, dout = map(unit_stride, (*tensors, rows.dout))
+        out = None if rows.out is None else unit_stride(rows.out)
+
+        def run(queries: slice, keys: slice, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
+            some = [None if x is None else cut(x, queries) for x in (dout, q_BTHD, out, rows.lse)]
+            more = {"delta": cut(rows.delta, queries)} if out is None and rows.delta is not None else {}
+            return backward(*some[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *some[2:], mask, scale, **given, **more)
+
+        if is_one(rectangles, q_BTHD) and covers(rectangles[0].keys, k_BSGD):
+            return run(*rectangles[0])
+        sums = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
+        for queries, keys, mask in largest_first(rectangles):
+            for total, part, at in zip(sums, run(queries, keys, mask), (queries, keys, keys), strict=True):
+                total.add(part, at)
+        return sums
+
+    def rounds(where: Intervals) -> bool:
+        return rectangles_of is not None or len(where.rectangles or ()) == 1
+
+    return TorchKernel(attend, gradients, refuses, with_out, rounds=rounds, fills=fills)
+
+
+def cut(x: Tensor, rows: slice) -> Tensor:
+    """These rows of a tensor; the tensor itself if they are all."""
+    return x if covers(rows, x) else x[:, rows]
+
+
+def covers(rows: slice, x: Tensor) -> bool:
+    return rows.start == 0 and rows.stop == x.shape[1]
+
+
+def is_one(rectangles: Sequence[Rectangle], q: Tensor) -> bool:
+    """Whether there is one rectangle, with all queries."""
+    return len(rectangles) == 1 and covers(rectangles[0].queries, q)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """`x` with a contiguous last dim, which vendor kernels require."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def known(name: str, where: Intervals, *_: Any) -> tuple[Rectangle, ...]:
+    """The full and causal rectangles that the intervals come with."""
+    if where.rectangles is None:
+        raise NotImplementedError(
+            f"{name} runs full and causal rectangles only, and these intervals come without them "
+            "(kernels.intervals.rectangles_of finds them); the triton and tiled kernels run any intervals"
+        )
+    return where.rectangles
+
+
+def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> None:
+    """into[:, rows] = merge(total[:, rows], part)."""
+    mine, new = (Partial(x.out[:, rows], x.lse[:, rows]) for x in (total, into))
+    if total.out.is_cuda and total.lse.dtype == torch.float32:
+        from ringattn.kernels.attention.triton.merge import merge_into, merge_stack  # triton is part of torch for GPUs
+
+        if into is total:
+            merge_into(mine, part)
+        else:
+            merge_stack(Partial(part.out[None], part.lse[None]), mine, into=new)
+        return
+    found = partial.merge(*(Partial(x.out.to(accumulator(x.out)), x.lse) for x in (mine, part)))
+    new.out.copy_(found.out)
+    new.lse.copy_(found.lse)
+
+
+def untouched(queries: Sequence[slice], length: int) -> list[slice] | None:
+    """The rows between slices, none of which may overlap; None if some do."""
+    found, at = [], 0
+    for rows in sorted(queries, key=lambda rows: rows.start):
+        if rows.start < at:
+            return None
+        if rows.start > at:
+            found.append(slice(at, rows.start))
+        at = rows.stop
+    return [*found, slice(at, length)] if at < length else found
+
+
+def largest_first(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+    """The rectangles by size: while a large one runs, the host launches the next ones."""
+    return sorted(rectangles, key=area, reverse=True)
+
+
+def area(rectangle: Rectangle) -> int:
+    queries, keys, _ = rectangle
+    return int((queries.stop - queries.start) * (keys.stop - keys.start))
+
+
+def own_kernel(q: Tensor) -> TorchKernel:
+    """Our own kernel for q's device, which takes delta."""
+    if q.is_cuda:
+        from ringattn.kernels.attention import triton  # triton is part of torch for GPUs
+
+        return triton.KERNEL
+    return tiled.KERNEL
+
+
+def heads_first(x_BTHD: Tensor) -> Tensor:
+    """[B, T, H, ...] as [B, H, T, ...], and back."""
+    return x_BTHD.transpose(1, 2)

@@ -1,0 +1,19 @@
+"""The kernels for JAX arrays, and which of them serves a problem."""
+
+from ringattn import kernels
+from ringattn.kernels import Kernel, Problem
+
+__all__ = ["TABLE", "Kernel", "Problem", "select"]
+
+# The order is the order of preference.
+TABLE = (
+    Kernel("splash", "ringattn.kernels.attention.pallas.splash", named=("cpu", "cuda")),
+    Kernel("stock_splash", "ringattn.kernels.attention.libraries.jax_splash", named=("cpu", "tpu")),
+    Kernel("cudnn", "ringattn.kernels.attention.libraries.jax_cudnn", rectangles=True, narrow=True),
+    Kernel("reference", "ringattn.kernels.attention.reference:JAX"),
+)
+
+
+def select(problem: Problem, impl: str = "auto") -> Kernel:
+    """`ringattn.kernels.select` from this table."""
+    return kernels.select(problem, impl, TABLE)

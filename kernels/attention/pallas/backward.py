@@ -1,0 +1,283 @@
+"""The backward pass on TPUs: one kernel for dq, dk and dv, or two that each compute a half alone."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from ringattn.kernels.attention import jax_finite
+from ringattn.kernels.attention.pallas.blocks import LANES, Shape, columns, fits
+from ringattn.kernels.attention.pallas.walk import (
+    LOG2E,
+    NN,
+    NT,
+    Score,
+    Setup,
+    Walk,
+    entry_here,
+    on_work,
+    pieces,
+    precision_of,
+    setup_of,
+    visible,
+)
+from ringattn.kernels.attention.pallas.worklist import FIRST, LAST
+from ringattn.kernels.intervals import Intervals
+
+# The pieces of a tile, and how many of them have their scores computed ahead: those with the fewest bundles on v6e.
+SOME, AHEAD = 256, 2
+FUSED_QUERIES, FUSED_KEYS = 256, 256
+HELD = 4  # bytes of dk and dv that stay in vector memory while a key head is computed, for each number of it
+
+
+def prepare(
+    q_BTHD: Array, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array, out: Array, dlse: Array | None = None
+) -> tuple[Array, Array, Array, Array]:
+    """Rows that are not finite are replaced once: as part of each step this would double the memory of a backward."""
+    return jax_finite.of_rows(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
+
+
+def attend_backward(
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array,
+    *, scale: float, softcap: float | None = None, dq: Array | None = None, **how: Any,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """(dq, dk, dv) in float32, from one kernel that holds dk and dv of a key head, if they fit into vector memory.
+
+    q, dout, lse and delta are those of `prepare`. `dq` gives its memory to the new one.
+    """
+    inputs = (q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH)
+    if not fits(Shape.of(q_BTHD, v_BSGV, held=HELD), k_BSGD.shape[1], how.get("arch"), how.get("blocks")):
+        return halves(*inputs, scale=scale, softcap=softcap, dq=dq, **how)
+    case = Case.of(inputs, Score(scale, softcap), held=HELD, others=dq, **how)
+    (_, H, T, D), (_, G, S, V), (bq, _, _) = case.setup.q.shape, case.setup.v.shape, case.setup.blocks
+    carried = [] if dq is None else [(columns(dq, bq), 3)]
+    new_dq, dk, dv = Walk(case.setup, queries_stay=True).run(
+        partial(backward_kernel, **case.settings, carried=bool(carried)),
+        queries=[*case.queries, *carried],
+        keys=[*case.keys, case.k_t],
+        results=[((H, D, T), 3)],
+        heads=[(G, D, S), (G, V, S)],
+        scratch=[((D, bq), jnp.float32)],
+        products=5,
+        onto={len(case.queries): 0} if carried else None,
+    )
+    return rows_of(new_dq, q_BTHD), rows_of(dk, k_BSGD), rows_of(dv, k_BSGD)
+
+
+def halves(
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array,
+    *, scale: float, softcap: float | None = None, dq: Array | None = None, **how: Any,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """As `attend_backward`, from two kernels; XLA drops the one whose results are not used."""
+    inputs = (q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH)
+    case = Case.of(inputs, Score(scale, softcap), **how)
+    (_, H, T, D), (_, G, S, V), (bq, bk, _) = case.setup.q.shape, case.setup.v.shape, case.setup.blocks
+    (new_dq,) = Walk(case.setup, queries_stay=True).run(
+        partial(dq_kernel, **case.settings),
+        queries=case.queries,
+        keys=[*case.keys, case.k_t],
+        results=[((H, D, T), 3)],
+        heads=[],
+        scratch=[((D, bq), jnp.float32)],
+        products=3,
+    )
+    dk, dv = Walk(case.setup, queries_stay=False).run(
+        partial(dkv_kernel, **case.settings),
+        queries=case.queries,
+        keys=case.keys,
+        results=[((G, D, S), 3), ((G, V, S), 3)],
+        heads=[],
+        scratch=[((D, bk), jnp.float32), ((V, bk), jnp.float32)],
+        products=4,
+    )
+    new_dq = rows_of(new_dq, q_BTHD)
+    return new_dq if dq is None else dq + new_dq, rows_of(dk, k_BSGD), rows_of(dv, k_BSGD)
+
+
+def rows_of(x_BHDT: Array, like_BTHD: Array) -> Array:
+    """[B, T, H, D], without padding."""
+    return jnp.einsum("bhdt->bthd", x_BHDT[..., : like_BTHD.shape[1]])
+
+
+class Case(NamedTuple):
+    """The operands of the kernels of a backward pass."""
+
+    setup: Setup
+    queries: list[tuple[Array, int]]  # q and dout transposed, base-2 lse, delta
+    keys: list[tuple[Array, int]]
+    k_t: tuple[Array, int]  # where a value of it is not finite, all of the key is 0
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, inputs: tuple[Any, ...], score: Score, others: Any = None, **how: Any) -> "Case":
+        q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH = inputs
+        scored, k_BSGD, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
+        setup = setup_of((q_BTHD, scored, v_BSGV), where, (dout_BTHV, lse_BTH, delta_BTH, others), **how)
+        bq, bk, _ = setup.blocks
+        rows = [(columns(x[..., None], bq), 3) for x in (lse_BTH * LOG2E, delta_BTH)]
+        return cls(
+            setup,
+            [(setup.q.swapaxes(2, 3), 3), (columns(dout_BTHV, bq), 3), *rows],
+            [(setup.k, 2), (setup.v, 2)],
+            (columns(k_BSGD, bk), 3),
+            {"score": score, "precision": precision_of(q_BTHD)},
+        )
+
+
+def backward_kernel(
+    entries: Any, q_t: Any, dout_t: Any, lse2: Any, delta: Any, *rest: Any, walk: Walk, score: Score, precision: Any,
+    carried: bool,
+) -> None:  # fmt: skip
+    """dq, dk and dv, transposed: five products for each pair of blocks, where the two kernels below make seven.
+
+    Grid and entries are those of `forward_kernel`. dq of a block of queries is added up over the key blocks of its
+    entries, dk and dv in place over all query blocks and query heads that share a key head. Tiles are computed in
+    pieces, with the scores of the next AHEAD pieces ready.
+    """
+    *given, k, v, k_t, begin, end, dq, dk, dv, acc = rest
+    entry, member, place = entry_here(entries, walk), pl.program_id(2), pl.program_id(3)
+    bk = k.shape[2]
+
+    def on_key_blocks(change: Any) -> None:
+        def block(i: Any, _: Any) -> None:
+            change(pl.ds(pl.multiple_of(i * bk, bk), bk))
+
+        lax.fori_loop(0, dk.shape[3] // bk, block, None)
+
+    @pl.when((member == 0) & (place == 0))
+    def begin_head() -> None:
+        def clear(at: Any) -> None:
+            dk[0, 0, :, at] = jnp.zeros((dk.shape[2], bk), jnp.float32)
+            dv[0, 0, :, at] = jnp.zeros((dv.shape[2], bk), jnp.float32)
+
+        on_key_blocks(clear)
+
+    @pl.when(entry & FIRST != 0)
+    def start() -> None:
+        acc[...] = jnp.zeros_like(acc)
+
+    def tile(whole: bool) -> None:
+        block = Block(q_t, k, v, dout_t, lse2, delta, None if whole else (walk.key_block(entry), begin, end))
+        parts = [(keys, at) for at in pieces(q_t.shape[3], FUSED_QUERIES) for keys in pieces(bk, FUSED_KEYS)]
+        ready = [block.scores(*part, score, precision) for part in parts[:AHEAD]]
+        for i, (keys, at) in enumerate(parts):
+            ready += [block.scores(*part, score, precision) for part in parts[i + AHEAD : i + AHEAD + 1]]
+            p, ds = block.gradients(*ready[i], keys, at, score)
+            ds = ds.astype(q_t.dtype)
+            here = pl.ds(pl.multiple_of(walk.key_block(entry) * bk + keys.start, LANES), keys.stop - keys.start)
+            dv[0, 0, :, here] += lax.dot_general(
+                dout_t[0, 0, :, at], p.astype(dout_t.dtype), NT, precision, jnp.float32
+            )
+            dk[0, 0, :, here] += lax.dot_general(q_t[0, 0, :, at], ds, NT, precision, jnp.float32)
+            acc[:, at] += lax.dot_general(k_t[0, 0, :, keys], ds, NN, precision, jnp.float32)
+
+    on_work(entry, tile)
+
+    @pl.when(entry & LAST != 0)
+    def finish() -> None:
+        new = acc[...] * score.scale
+        dq[0, 0] = given[0][0, 0] + new if carried else new
+
+    @pl.when((member == pl.num_programs(2) - 1) & (place == pl.num_programs(3) - 1))
+    def finish_head() -> None:
+        def scale(at: Any) -> None:
+            dk[0, 0, :, at] *= score.scale
+
+        on_key_blocks(scale)
+
+
+def dq_kernel(
+    entries: Any, q_t: Any, dout_t: Any, lse2: Any, delta: Any, k: Any, v: Any, k_t: Any, begin: Any, end: Any,
+    dq: Any, acc: Any, *, walk: Walk, score: Score, precision: Any,
+) -> None:  # fmt: skip
+    """dq^T = scale * k^T ds of one block of queries, added up over the key blocks of its entries.
+
+    Grid and entries are those of `forward_kernel`. The lse is final, so a tile is one step, without pieces.
+    """
+    entry = entry_here(entries, walk)
+
+    @pl.when(entry & FIRST != 0)
+    def start() -> None:
+        acc[...] = jnp.zeros_like(acc)
+
+    def tile(whole: bool) -> None:
+        block = Block(q_t, k, v, dout_t, lse2, delta, None if whole else (walk.key_block(entry), begin, end))
+        all_keys, all_queries = slice(0, k.shape[2]), slice(0, q_t.shape[3])
+        _, ds = block.gradients(*block.scores(all_keys, all_queries, score, precision), all_keys, all_queries, score)
+        acc[...] += lax.dot_general(k_t[0, 0], ds.astype(k_t.dtype), NN, precision, jnp.float32)
+
+    on_work(entry, tile)
+
+    @pl.when(entry & LAST != 0)
+    def finish() -> None:
+        dq[0, 0] = acc[...] * score.scale
+
+
+def dkv_kernel(
+    entries: Any, q_t: Any, dout_t: Any, lse2: Any, delta: Any, k: Any, v: Any, begin: Any, end: Any,
+    dk: Any, dv: Any, acc_k: Any, acc_v: Any, *, walk: Walk, score: Score, precision: Any,
+) -> None:  # fmt: skip
+    """dk^T = scale * q^T ds^T and dv^T = dout^T p^T of one block of keys, added up over query blocks and query heads.
+
+    Grid: (batch, key heads, entries, query heads that share a key head). Here key blocks stay and query blocks pass
+    (`worklist.by_keys`). Query heads are the innermost axis: for each entry all heads of the group follow each other,
+    so the accumulators start at the first head of the first entry and are written at the last head of the last one.
+    Tiles are computed in pieces, with the scores of the next AHEAD pieces ready, as in `forward_kernel`.
+    """
+    entry, member = entry_here(entries, walk), pl.program_id(3)
+
+    @pl.when((entry & FIRST != 0) & (member == 0))
+    def start() -> None:
+        acc_k[...] = jnp.zeros_like(acc_k)
+        acc_v[...] = jnp.zeros_like(acc_v)
+
+    def tile(whole: bool) -> None:
+        block = Block(q_t, k, v, dout_t, lse2, delta, None if whole else (walk.key_block(entry), begin, end))
+        parts = [(keys, at) for keys in pieces(k.shape[2], SOME) for at in pieces(q_t.shape[3], SOME)]
+        ready = [block.scores(*part, score, precision) for part in parts[:AHEAD]]
+        for i, (keys, at) in enumerate(parts):
+            ready += [block.scores(*part, score, precision) for part in parts[i + AHEAD : i + AHEAD + 1]]
+            p, ds = block.gradients(*ready[i], keys, at, score)
+            new_v = lax.dot_general(dout_t[0, 0, :, at], p.astype(dout_t.dtype), NT, precision, jnp.float32)
+            new_k = lax.dot_general(q_t[0, 0, :, at], ds.astype(q_t.dtype), NT, precision, jnp.float32)
+            acc_v[:, keys] += new_v
+            acc_k[:, keys] += new_k
+
+    on_work(entry, tile)
+
+    @pl.when((entry & LAST != 0) & (member == pl.num_programs(3) - 1))
+    def finish() -> None:
+        dk[0, 0] = acc_k[...] * score.scale
+        dv[0, 0] = acc_v[...]
+
+
+class Block(NamedTuple):
+    """A pair of blocks in the backward pass. `mask` is (number of the key block, begin, end) or None."""
+
+    q_t: Any
+    k: Any
+    v: Any
+    dout_t: Any
+    lse2: Any
+    delta: Any
+    mask: tuple[Any, Any, Any] | None
+
+    def scores(self, keys: slice, at: slice, score: Score, precision: Any) -> tuple[Any, Any]:
+        """Base-2 scores, and v dout^T: both [keys, queries]."""
+        s = score(lax.dot_general(self.k[0, 0, keys], self.q_t[0, 0, :, at], NN, precision, jnp.float32))
+        return s, lax.dot_general(self.v[0, 0, keys], self.dout_t[0, 0, :, at], NN, precision, jnp.float32)
+
+    def gradients(self, s: Any, dp: Any, keys: slice, at: slice, score: Score) -> tuple[Any, Any]:
+        """p = exp2(s - lse), exact since the lse is global, and 0 where a query does not see a key, whatever its score;
+        ds = p (v dout^T - delta).
+        """
+        p = jnp.exp2(s - self.lse2[0, 0, :, at])
+        if self.mask is not None:
+            number, begin, end = self.mask
+            seen = visible(s, number * self.k.shape[2] + keys.start, begin[:, :, at], end[:, :, at])
+            p = jnp.where(seen, p, 0.0)
+            s = s if score.softcap is None else jnp.where(seen, s, 0.0)
+        ds = p * (dp - self.delta[0, 0, :, at])
+        return p, ds if score.softcap is None else ds * score.slope(s)

@@ -1,0 +1,143 @@
+"""Flash attention for TPUs over intervals, forward and backward; pairs of blocks without work are not visited.
+
+    B batch   T queries   S keys   H query heads   G key/value heads   R = H / G   D head dim   V value dim
+
+Scores are transposed, [keys, queries]: the maxima and sums of queries then lie along lanes, and scale the accumulator
+[V, queries] without a transpose. Exponentials are base 2, with log2(e) as part of the float32 scale; the lse of the
+arguments and results is natural.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from ringattn.kernels import Problem
+from ringattn.kernels.attention import jax_finite
+from ringattn.kernels.attention.pallas.backward import attend_backward, halves, prepare
+from ringattn.kernels.attention.pallas.blocks import columns
+from ringattn.kernels.attention.pallas.walk import (
+    LOG2E,
+    NN,
+    NT,
+    Score,
+    Walk,
+    entry_here,
+    on_work,
+    pieces,
+    precision_of,
+    setup_of,
+    visible,
+)
+from ringattn.kernels.attention.pallas.worklist import FIRST, LAST
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import NEVER, Partial
+from ringattn.kernels.protocol import JaxKernel
+
+# A tile is computed in pieces. The scores of the next pieces are computed beside the exponentials of this one, so that
+# matrix and vector units work at the same time. The sizes are those with the fewest instruction bundles on v6e.
+SOME_QUERIES, SOME_KEYS, AHEAD = 512, 256, 2
+
+
+def refuses(problem: Problem) -> str | None:
+    if problem.device not in ("tpu", "cpu"):
+        return f"is a TPU kernel (interpreted on CPUs), and the device is {problem.device}"
+    if problem.dtype not in ("float32", "bfloat16"):
+        return f"takes float32 and bfloat16, not {problem.dtype}"
+    return None
+
+
+def options(problem: Problem) -> dict[str, Any]:
+    """The kernel's own keyword arguments for this problem."""
+    return {"interpret": problem.device != "tpu", "arch": problem.arch}
+
+
+def attend(
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, *, scale: float, softcap: float | None = None,
+    carry: Partial | None = None, **how: Any,
+) -> Partial:  # fmt: skip
+    """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `how` to run is as for `setup_of`."""
+    k_BSGD, _, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
+    setup = setup_of((q_BTHD, k_BSGD, v_BSGV), where, carry, **how)
+    (_, H, T, _), V, bq = setup.q.shape, v_BSGV.shape[3], setup.blocks.q
+    carried = [] if carry is None else [(columns(carry.out, bq), 3), (columns(carry.lse[..., None], bq, NEVER), 3)]
+    out, lse = Walk(setup, queries_stay=True).run(
+        partial(forward_kernel, score=Score(scale, softcap), precision=precision_of(q_BTHD), carried=bool(carried)),
+        queries=[(setup.q, 2), *carried],
+        keys=[(setup.k, 2), (setup.v.swapaxes(2, 3), 3)],
+        results=[((H, V, T), 3), ((H, 1, T), 3)],
+        heads=[],
+        scratch=[((n, bq), jnp.float32) for n in (1, 8, V)],
+        products=2,
+    )
+    out, lse = (jnp.einsum("bhxt->bthx", x[..., : q_BTHD.shape[1]]) for x in (out, lse))
+    return Partial(out, lse[..., 0])
+
+
+def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, precision: Any, carried: bool) -> None:
+    """The online softmax of one block of queries and one block of keys, transposed.
+
+    Grid: (batch, query heads, entries). Consecutive entries of one query block share the scratch: top is the running
+    maximum, total the sum of 2^(score - top) in eight rows, acc the sum of 2^(score - top) v, [V, queries]. `start`
+    sets them at the block's first entry, from the carry if there is one, and `finish` writes out and lse at its last.
+    Every query block has at least one entry, so its result is written even if it sees nothing.
+
+    A tile is one pair of blocks, computed in pieces: for each piece of the queries, all pieces of the keys. The loop is
+    unrolled, and `ready` holds the scores of the next AHEAD pieces, so that the compiler can compute them beside the
+    exponentials of this one. `before`, `sums` and `result` keep the statistics of a piece of the queries in registers.
+
+    Why at the odd places: `sums` has eight rows, one for each sublane, because adding whole registers is cheap; they
+    are added up once, in `finish`. A masked tile may leave a maximum at -inf, and `safe` keeps -inf - -inf out. A whole
+    tile needs no mask (`on_work`).
+    """
+    *given, k, v_t, begin, end, out, lse, top, total, acc = rest
+    entry = entry_here(entries, walk)
+    first_key = walk.key_block(entry) * k.shape[2]
+
+    @pl.when(entry & FIRST != 0)
+    def start() -> None:
+        if carried:  # as statistics: a maximum of lse, a sum of 1, an accumulator of out
+            top[...] = given[1][0, 0] * LOG2E
+            row = lax.broadcasted_iota(jnp.int32, total.shape, 0)
+            total[...] = jnp.where((row == 0) & (top[...] != NEVER), 1.0, 0.0)
+            acc[...] = given[0][0, 0]
+        else:
+            top[...] = jnp.full_like(top, NEVER)
+            total[...] = jnp.zeros_like(total)
+            acc[...] = jnp.zeros_like(acc)
+
+    def scores(at: slice, keys: slice, whole: bool) -> Any:
+        s = score(lax.dot_general(k[0, 0, keys], q[0, 0, at], NT, precision, jnp.float32))
+        return s if whole else jnp.where(visible(s, first_key + keys.start, begin[:, :, at], end[:, :, at]), s, NEVER)
+
+    def tile(whole: bool) -> None:
+        columns = pieces(k.shape[2], SOME_KEYS)
+        parts = [(at, keys) for at in pieces(q.shape[2], SOME_QUERIES) for keys in columns]
+        ready = [scores(*part, whole) for part in parts[:AHEAD]]
+        for i, (at, keys) in enumerate(parts):
+            ready += [scores(*part, whole) for part in parts[i + AHEAD : i + AHEAD + 1]]
+            if keys == columns[0]:
+                before, sums, result = top[:, at], total[:, at], acc[:, at]
+            now = jnp.maximum(before, ready[i].max(0, keepdims=True))
+            safe = now if whole else jnp.where(now == NEVER, 0.0, now)
+            p, shrink = jnp.exp2(ready[i] - safe), jnp.exp2(before - safe)
+            before, sums = now, sums * shrink + p.reshape(-1, 8, p.shape[1]).sum(0)
+            new = lax.dot_general(v_t[0, 0, :, keys], p.astype(v_t.dtype), NN, precision, jnp.float32)
+            result = result * shrink + new
+            if keys == columns[-1]:
+                top[:, at], total[:, at], acc[:, at] = before, sums, result
+
+    on_work(entry, tile)
+
+    @pl.when(entry & LAST != 0)
+    def finish() -> None:
+        sums = total[...].sum(0, keepdims=True)
+        seen = sums != 0
+        sums = jnp.where(seen, sums, 1.0)
+        out[0, 0] = acc[...] / sums
+        lse[0, 0] = jnp.where(seen, (top[...] + jnp.log2(sums)) * (1 / LOG2E), NEVER)
+
+
+KERNEL = JaxKernel(attend, attend_backward, refuses, options, prepare, halves)

@@ -1,0 +1,1 @@
+"""Linear attention for GPUs: with gates alone, and by the delta rule."""

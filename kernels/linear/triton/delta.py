@@ -1,0 +1,379 @@
+"""The delta rule in Triton: the functions of a `LinearKernel`; without beta, those of gated.py serve.
+
+The map of all tokens costs more than the states: its factor has K columns, beside the V columns of a state. So with
+maps=False the scans compute nothing, and the later functions what they need. A long sequence is still cut into segments
+if the heads alone do not fill a GPU. Outputs, and backward dv, are computed where the state is walked.
+
+The backward pass computes each chunk's products again, but the states before all chunks only if they are not kept.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.linear.maps import Deferred, Gradients, Inputs, Map, Scan, ShapeAndDtype, of_keys, resolve
+from ringattn.kernels.linear.triton import gated
+from ringattn.kernels.linear.triton.delta_gradients import gradients_kernel, pairs_kernel
+from ringattn.kernels.linear.triton.delta_products import prepare_kernel
+from ringattn.kernels.linear.triton.delta_states import join_kernel, walk_kernel
+from ringattn.kernels.linear.triton.gated import CHANNEL, PART, Cut
+from ringattn.kernels.protocol import LinearKernel
+from ringattn.kernels.triton import cdiv, launch, power_of_2
+
+PROGRAMS = 132  # about how many programs of `walk_kernel` run at the same time
+SHORTEST = 8  # chunks of a segment: to join more segments costs more than it saves
+
+
+class Cuts(NamedTuple):
+    """One entry of the table: tokens of a chunk, and each kernel's sizes.
+
+    `channel_` ones are with gates per channel, and `strong_` ones those of chunks with strong decays. `ends` is the
+    walk for the segments' maps, `walk` the one for outputs, and `back_ends` and `back` are in reverse. These and `join`
+    hold all key channels; `join.keys` are the rows of a factor that are multiplied at once.
+    """
+
+    chunk: int
+    prepare: Cut
+    channel_prepare: Cut
+    strong_prepare: Cut
+    ends: Cut
+    walk: Cut
+    back_ends: Cut
+    back: Cut
+    join: Cut
+    pairs: Cut
+    gradients: Cut
+    channel_gradients: Cut
+    strong_gradients: Cut
+
+    @classmethod
+    def alike(cls, chunk: int, cut: Cut) -> "Cuts":
+        return cls(chunk, *[cut] * 12)
+
+    def walks(self, cut: Cut) -> "Cuts":
+        """With all walks cut so."""
+        return self._replace(ends=cut, walk=cut, back_ends=cut, back=cut)
+
+
+FAST = Cuts(
+    64, Cut(128, 128, 4, 1, 168), Cut(64, 64, 4, 1), Cut(64, 64, 4, 1), Cut(256, 64, 4, 2), Cut(256, 128, 8, 2),
+    Cut(256, 128, 8, 2), Cut(256, 128, 8, 2), Cut(64, 16, 4, 1), Cut(128, 128, 4, 1, 168), Cut(64, 64, 4, 2),
+    Cut(32, 64, 4, 1), Cut(16, 32, 4, 1),
+)  # fmt: skip
+WIDE = FAST.walks(Cut(256, 32, 8, 1))._replace(join=Cut(32, 16, 8, 1), pairs=Cut(128, 128, 4, 1))
+HALF = (
+    Cuts.alike(64, Cut(32, 32, 4, 1))
+    .walks(Cut(128, 32, 8, 1))
+    ._replace(join=Cut(32, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
+    ._replace(strong_gradients=Cut(16, 16, 4, 1))
+)
+SMALL = (
+    Cuts.alike(32, Cut(32, 32, 4, 1))
+    .walks(Cut(256, 32, 8, 1))
+    ._replace(join=Cut(16, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
+    ._replace(strong_gradients=Cut(16, 16, 4, 1))
+)
+SLIM = SMALL.walks(Cut(256, 16, 8, 1))
+SINGLE = Cuts.alike(32, Cut(16, 16, 4, 1))._replace(join=Cut(16, 16, 8, 1))
+FINE = SINGLE.walks(Cut(256, 16, 8, 1))._replace(
+    prepare=Cut(16, 16, 8, 1), channel_prepare=Cut(16, 16, 8, 1), strong_prepare=Cut(16, 16, 8, 1)
+)
+
+# By architecture and bits of the dtype, as in gated.py; "/half" is for float16, whose intermediates are float32.
+# sm90/16 was measured on an H200, and sm90/32 and sm90/16/half tested there: their walks spill. The others were only
+# compiled.
+TABLE = {
+    "sm90/16": FAST,
+    "sm90/16/wide": WIDE,
+    "sm90/16/half": HALF,
+    "sm90/32": SINGLE,
+    "sm80/16": SMALL,
+    "sm80/16/wide": SLIM,
+    "sm80/16/half": FINE,
+    "sm80/32": FINE,
+    "sm100/16": SLIM,
+    "sm100/16/half": FINE,
+    "sm100/32": FINE,
+    "gfx942/16": SMALL,
+    "gfx942/16/wide": SLIM,
+    "gfx942/16/half": FINE,
+    "gfx942/32": FINE,
+    "cpu/16": Cuts.alike(32, Cut(64, 64, 4, 1)),
+    "cpu/32": Cuts.alike(32, Cut(64, 64, 4, 1)),
+}
+
+
+def entry(key: str, width: int, half: bool) -> Cuts:
+    """The entry of the table for heads of this many channels; `half`: float16, where what is stored is float32."""
+    if half:
+        return TABLE.get(f"{key}/half", TABLE[key])
+    return TABLE.get(f"{key}/wide", TABLE[key]) if width > 128 else TABLE[key]
+
+
+class Prepared(NamedTuple):
+    """What each chunk is apart from its state, in the words of delta_products.py."""
+
+    a: Tensor  # [B, N, H, C, C]
+    x: Tensor  # [B, N, H, C, C]: for gradients only
+    w: Tensor  # [B, T, H, K]
+    u: Tensor  # [B, T, H, V]: m takes its place for gradients
+    reader: Tensor  # [B, T, H, K]: scale q 2^b with gates per channel; q itself otherwise, of the key heads
+    kept: Tensor  # [B, T, H, K]: beta k 2^e, or k itself, likewise
+    rates: Tensor  # [B, N, H, 2, C]: scale 2^b and beta 2^e of each token, without gates per channel
+    across: Tensor  # [B, N, H, G]: a factor
+    bound: Tensor  # [B, N, H]: of the norm of each chunk's factor, as a log in base 2
+    strongest: Tensor  # [B, N, H]: the strongest decay in each chunk, in base 2; for gates per channel only
+
+
+class Saved(NamedTuple):
+    """What a scan saves for the later passes."""
+
+    prepared: Prepared
+    ends: Tensor | None  # [B, S, H, K, V + K]: the maps of the segments; None if there is one, whose map is not needed
+
+
+def scan_states(x: Inputs, maps: bool = True) -> Scan:
+    """The map of the state by all tokens."""
+    if x.beta is None:
+        return gated.scan_states(x, maps)
+    if not maps:
+        return Scan(None)
+    call = DeltaLaunches(x)
+    prepared = call.prepare()
+    ends = call.ends(prepared, None)
+    return Scan(call.map_of(ends, reverse=False), Saved(prepared, ends))
+
+
+def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
+    """The map from the gradient for the state behind the last token to that for the state before the first one."""
+    if x.beta is None:
+        return gated.scan_gradients(x, dout, maps)
+    if not maps:
+        return Scan(None)
+    call = DeltaLaunches(x)
+    prepared = call.prepare(gradients=True)
+    ends = call.ends(prepared, dout)
+    return Scan(call.map_of(ends, reverse=True), Saved(prepared, ends))
+
+
+def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
+    """The shape and dtype of the states before all chunks, [B, N, H, K, V], the same with and without beta; with beta
+    each is stored as [V, K].
+    """
+    return gated.states_shape(k, v)
+
+
+def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out [B, T, H, V] in q's dtype, the state behind the last token): the products within each chunk, plus q times
+    the state before it.
+    """
+    if x.beta is None:
+        return gated.read_out(x, scan, start, kept)
+    call = DeltaLaunches(x)
+    saved = call.saved(scan, None, start)
+    out = call.empty(*x.v.shape, dtype=x.q.dtype)
+    return out, call.walk_from(saved, None, resolve(start), kept, out)
+
+
+def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout: Tensor, dend: Deferred) -> Gradients:
+    """The gradients in the dtypes and shapes of their inputs, and that for the start state; `dend` is the gradient for
+    the end state.
+    """
+    if x.beta is None:
+        return gated.gradients(x, scan, start, rscan, dout, dend)
+    call = DeltaLaunches(x)
+    saved = call.saved(rscan, dout, dend)
+    states = scan
+    if not isinstance(states, Tensor):
+        states = call.empty_states()
+        call.walk_from(call.of_segments(saved.prepared, None, start), None, resolve(start), states)
+    dstates, dv = call.empty_states(), call.empty(*dout.shape, dtype=call.inner)
+    dstart = call.walk_from(saved, dout, resolve(dend), dstates, dv)
+    dq, dk, dg, dbeta = call.of_inputs(saved.prepared, dout, dv, states, dstates)
+    G = x.k.shape[2]
+    return of_keys(dq, G, 2), of_keys(dk, G, 2), dv.to(x.v.dtype), dg, dbeta, dstart
+
+
+class DeltaLaunches(gated.Launches):
+    """What all launches of one call share."""
+
+    def __init__(self, x: Inputs) -> None:
+        super().__init__(x.k, x.v, x.g, x.begin)
+        assert x.beta is not None
+        self.x, self.beta = x, x.beta.contiguous()
+        self.delta = entry(f"{self.arch}/{8 * x.k.element_size()}", max(self.K, self.V), self.dtype == torch.float16)
+        assert self.delta.chunk == self.cuts.chunk
+        if self.dtype == torch.float16:  # what is stored is float32: products of 10 bits would be all that errs
+            self.precision = self.careful
+        self.channels = {"BLOCK_K": self.held(self.K)}
+        self.shape = {"K": self.K, "V": self.V, "CHUNK": self.cuts.chunk, "GATE": self.gate.value}
+        self.numbers = {"PRECISION": self.precision, "DTYPE": tl.bfloat16 if self.narrow else tl.float32}
+        self.group = self.H // x.k.shape[2]
+        columns = self.tiles(self.delta.walk)[1]
+        most = min(PROGRAMS // (self.B * self.H * columns), cdiv(self.N, SHORTEST))
+        self.length = cdiv(self.N, max(1, most))  # chunks of a segment
+        self.S = cdiv(self.N, self.length)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether what is stored between kernels is bfloat16."""
+        return self.inner == torch.bfloat16
+
+    @property
+    def careful(self) -> str:
+        """The precision of small products of float32."""
+        return "ieee" if self.precision == "ieee" else "tf32x3"
+
+    def held(self, size: int) -> int:
+        """The smallest tile that holds all channels. Narrower ones of bfloat16, compiled by Triton 3.6, gave wrong
+        results and read where they may not.
+        """
+        return max(64 if self.narrow and self.arch != "cpu" else 16, power_of_2(size))
+
+    def tile(self, cut: Cut) -> tuple[int, int]:
+        """(keys, values) of a tile: the cut's, or the smallest that hold all channels."""
+        return min(cut.keys, self.held(self.K)), min(cut.values, self.held(self.V))
+
+    def of_gate(self, cut: Cut, channel: Cut, strong: Cut) -> list[tuple[bool, Cut]]:
+        """(strong, cut) of a kernel's launches; with gates per channel two, of which the first finds strong chunks."""
+        return [(False, channel), (True, strong)] if self.gate == CHANNEL else [(False, cut)]
+
+    def prepare(self, gradients: bool = False) -> Prepared:
+        """Launches `prepare_kernel`."""
+        B, T, H, K, V, N, C, x = self.B, self.T, self.H, self.K, self.V, self.N, self.cuts.chunk, self.x
+        cuts, channel = self.delta, self.gate == CHANNEL
+        found = Prepared(
+            a=self.empty(B, N, H, C, C, dtype=self.inner),
+            x=self.empty(B, N if gradients else 0, H, C, C, dtype=self.inner),
+            w=self.empty(B, T, H, K, dtype=self.inner),
+            u=self.empty(B, T, H, V, dtype=self.inner),
+            reader=self.empty(B, T, H, K, dtype=self.inner) if channel else x.q,
+            kept=self.empty(B, T, H, K, dtype=self.inner) if channel else x.k,
+            rates=self.empty(B, 0 if channel else N, H, 2, C),
+            across=self.empty(B, N, H, K if channel else 1),
+            bound=self.empty(B, N, H),
+            strongest=self.empty(B, N, H),
+        )  # fmt: skip
+        for strong, cut in self.of_gate(cuts.prepare, cuts.channel_prepare, cuts.strong_prepare):
+            self.launch(
+                prepare_kernel, self.chunks, cut, (x.q, x.k, x.v), (self.beta, found.strongest, *found[:-1]), x.scale,
+                GROUP=self.group, PART=PART, STRONG=strong, CAREFUL=self.precision if self.narrow else self.careful,
+                INVERSE=gradients,
+            )  # fmt: skip
+        return found
+
+    def saved(self, scan: Scan, dout: Tensor | None, first: Deferred) -> Saved:
+        """What the scan saved, or what it would have, as far as it is needed; with dout, a scan of gradients."""
+        if scan.saved is not None:
+            found: Saved = scan.saved
+            return found
+        return self.of_segments(self.prepare(gradients=dout is not None), dout, first)
+
+    def of_segments(self, p: Prepared, dout: Tensor | None, first: Deferred) -> Saved:
+        """With what the segments' maps say of the states before them."""
+        return Saved(p, self.ends(p, dout, few=True, zero=first is None) if self.S > 1 else None)
+
+    def walk_chunks(self, cut: Cut, p: Prepared, dout: Tensor | None, *others: Tensor, **flags: Any) -> None:
+        """Launches `walk_kernel`: forward, or in reverse with dout."""
+        u = p.u if dout is None else dout
+        tiles = self.tiles(cut)[1] + (0 if flags["STORE"] else cdiv(self.K, self.tile(cut)[1]))
+        launch(
+            walk_kernel, (self.B * (self.S - flags["SKIP"]) * self.H * tiles,),
+            (u, p.w, p.kept, p.reader, p.a, p.x, p.rates, p.across, p.bound, *others),
+            (u.stride(), p.kept.stride(), p.reader.stride(), self.T, self.N, self.H, self.length, self.S), cut,
+            **self.shape, **self.channels, **self.numbers, BLOCK_V=self.tile(cut)[1],
+            GROUP=self.H // p.kept.shape[2], REVERSE=dout is not None, **flags,
+        )  # fmt: skip
+
+    def ends(self, p: Prepared, dout: Tensor | None, few: bool = False, zero: bool = False) -> Tensor:
+        """The map of each segment, [B, S, H, K, V + K]: the state behind it from zero, and its factor.
+
+        `few`: only what the states before segments need, with `zero` from a state of zero.
+        """
+        found = self.empty(self.B, self.S, self.H, self.K, self.V + self.K)
+        cut = self.delta.ends if dout is None else self.delta.back_ends
+        flags = {"STORE": False, "KEEP": False, "OUT": False, "SKIP": int(few), "ZERO": zero}
+        self.walk_chunks(cut, p, dout, found, found, found, found, **flags)
+        return found
+
+    def join(self, ends: Tensor, first: Tensor | None, found: Tensor, reverse: bool, whole: bool) -> Tensor:
+        """Launches `join_kernel`."""
+        cut, held = self.delta.join, self.channels["BLOCK_K"]
+        block_v = self.tile(cut)[1]
+        tiles = cdiv(self.V, block_v) + (cdiv(self.K, block_v) if whole else 0)
+        launch(
+            join_kernel, (self.B * self.H, tiles), (ends, ends if first is None else first.contiguous(), found),
+            (self.S, self.H), cut,
+            K=self.K, V=self.V, **self.channels, BLOCK_V=block_v, ROWS=min(cut.keys, held), FIRST=first is not None,
+            MAP=whole, REVERSE=reverse, PRECISION=self.careful,
+        )  # fmt: skip
+        return found
+
+    def map_of(self, ends: Tensor, reverse: bool) -> Map:
+        """The map of all segments."""
+        found = self.join(ends, None, self.empty(self.B, self.H, self.K, self.V + self.K), reverse, whole=True)
+        return Map(found[..., self.V :], found[..., : self.V])
+
+    def empty_states(self) -> Tensor:
+        """Memory for the states before all chunks."""
+        sizes, dtype = self.states_shape()
+        return self.empty(*sizes, dtype=dtype)
+
+    def walk_from(
+        self, saved: Saved, dout: Tensor | None, first: Tensor | None, states: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """The state behind all chunks (with dout: before them), starting from `first`. On the way it writes the state
+        before (behind) each chunk to `states`, and the outputs (dv) to `out`.
+        """
+        if saved.ends is not None and self.S > 1:
+            before = self.empty(self.B, self.S, self.H, self.K, self.V)
+            self.join(saved.ends, first, before, dout is not None, whole=False)
+        elif first is None:
+            before = torch.zeros(self.B, self.H, self.K, self.V, device=self.device)
+        else:
+            before = first.float().contiguous()
+        end = self.empty(self.B, self.H, self.K, self.V)
+        cut = self.delta.walk if dout is None else self.delta.back
+        others = before, end if states is None else states, end, end if out is None else out
+        flags = {"STORE": True, "KEEP": states is not None, "OUT": out is not None, "SKIP": 0, "ZERO": False}
+        self.walk_chunks(cut, saved.prepared, dout, *others, **flags)
+        return end
+
+    def of_inputs(
+        self, p: Prepared, dout: Tensor, dv: Tensor, states: Tensor, dstates: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """(dq, dk, dg, dbeta), dq and dk of each value head; m takes the place of u.
+
+        dbeta, and dg of a gate a head, have a part for each tile of key channels, to be summed; dg one more, of pairs.
+        """
+        x, g, cuts, rows = self.x, self.g, self.delta, (self.B, self.T, self.H)
+        channel, C = self.gate == CHANNEL, self.cuts.chunk
+        every = self.exact and channel  # float32: all chunks as strong ones
+        launches = self.of_gate(cuts.gradients, cuts.channel_gradients, cuts.strong_gradients)[1 if every else 0 :]
+        parts = max(self.tiles(cut)[0] for _, cut in launches)
+        dq, dk = (self.empty(*rows, self.K, dtype=self.dtype) for _ in range(2))
+        da, dr = (
+            self.empty(self.B, self.N, self.H, C, C, dtype=torch.float32 if channel else self.inner) for _ in range(2)
+        )
+        own = self.empty(self.B, self.N, self.H, C)
+        dbeta = self.empty(*rows, parts) if len(launches) == 1 else torch.zeros(*rows, parts, device=self.device)
+        dg = dq
+        if g is not None:
+            dg = self.empty(*rows, self.K, dtype=g.dtype) if channel else self.empty(*rows, parts + 1)
+        self.launch(
+            pairs_kernel, self.chunks, cuts.pairs, (x.q, x.k, dout),
+            (self.beta, p.w, p.u, dv, states, da, dr, own, dg), x.scale, GROUP=self.group, PARTS=parts + 1,
+        )  # fmt: skip
+        for strong, cut in launches:
+            self.launch(
+                gradients_kernel, self.chunks * self.tiles(cut)[0], cut, (x.q, x.k, dout),
+                (self.beta, p.strongest, p.u, dv, states, dstates, da, dr, own, dq, dk, dg, dbeta), x.scale,
+                GROUP=self.group, PART=PART, STRONG=strong, EVERY=every, PARTS=parts, PARTS_G=parts + 1,
+            )  # fmt: skip
+        summed = None if g is None else dg if g.dim() == 4 else dg.sum(-1).to(g.dtype)
+        return dq, dk, summed, dbeta.sum(-1).to(self.beta.dtype)
+
+
+KERNEL = LinearKernel(scan_states, read_out, scan_gradients, gradients, states_shape, gated.refuses)
