@@ -8,6 +8,7 @@ Linear attention, gated and with the delta rule, must equal its recurrence: out,
     torchrun --nproc-per-node=4 -m ringattn verify             the ranks that were started
     ringattn verify random=100 seed=7                          random calls: any shape, mask, mesh, magnitude and dtype
     ringattn verify random=100 cases=balanced                  those of the balanced layout
+    ringattn verify backend=jax random=300                     on JAX arrays, over the devices that jax sees
     ringattn verify model=FOLDER ranks=2 tokens=4096           a transformers model (also by name) against itself
 
 Runs the tests' list of cases with every strategy and layout that this number of ranks allows, with NaN in the padding.
@@ -104,6 +105,9 @@ class Outcome:
 
 def run(options: Options) -> int:
     """Run the cases and print each strategy's and layout's worst errors; 0 if every one is within its limit."""
+    if options.backend == "jax":
+        os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # of a CPU, before jax starts
+        options = replace(options, dtype=options.precision)
     check(options)
     if options.model is not None:
         return model.run(options)
@@ -140,6 +144,8 @@ def joined(options: Options) -> Options:
 
 def check(options: Options) -> None:
     """A ValueError for options that do not go together, or not with this machine."""
+    if options.backend == "jax" and (options.kernel != "auto" or options.device != "cpu" or options.model):
+        raise ValueError("backend=jax runs on jax's own devices with their kernel; leave out kernel=, device=, model=")
     known = dict.fromkeys(kernel.name for kernel in (*kernels.TABLE, *linear.TABLE))
     if options.kernel not in ("auto", *known):
         raise ValueError(f"kernel={options.kernel!r}: choose one of auto, {', '.join(known)}")
@@ -166,10 +172,14 @@ def check(options: Options) -> None:
 def chosen(options: Options) -> list[AnyCase]:
     every: Iterable[AnyCase] = (*placed(options.count), *linear_oracle.placed(options.count))
     if options.random:
-        ranks = options.ranks if options.backend == "threads" else options.count
-        how = ranks, options.dtype, options.kernel, options.device
+        ranks = options.ranks if options.backend in ("threads", "jax") else options.count
+        how = ranks, options.dtype, options.kernel, "jax" if options.backend == "jax" else options.device
         every = (drawn.draw(options.seed + i, *how) for i in range(RARE * options.random))
     fits = (c for c in every if not options.cases or any(word in str(c) for word in options.cases))
+    if options.backend == "jax":
+        from ringattn.launch.verify import devices
+
+        fits = filter(devices.runs_here, fits)
     return list(islice(fits, options.random or None))
 
 
