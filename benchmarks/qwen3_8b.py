@@ -7,6 +7,8 @@ Contestants, all with FSDP2, mixed precision bf16 (float32 weights and AdamW), r
 and the same tokens in every step:
 
     ringattn     accelerate, with hf.over_ranks
+    in_pieces    the same, and hf.in_pieces: MLPs and loss in pieces
+    attention    the same, and recomputation that keeps attention (hf.keep_attention)
     accelerate   its own context parallelism (torch's)
     ringmaster   axolotl-ringmaster with accelerate, if it is installed
     single       plain transformers on one GPU, where it fits: the losses that are right
@@ -40,7 +42,8 @@ from ringattn.launch.rows import read
 from ringattn.launch.words import answer, option, usage, values
 from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 
-WAYS = ("ringattn", "accelerate", "ringmaster", "single")
+WAYS = ("ringattn", "in_pieces", "attention", "accelerate", "ringmaster", "single")
+RIVALS = WAYS[3:]
 COLUMNS = [
     "model",
     "tokens",
@@ -121,7 +124,7 @@ def contestant(way: str, options: Options, about: dict[str, Any]) -> list[dict[s
             row |= measured(way, name, int(tokens), int(layers), loss_by, options)
         except (torch.OutOfMemoryError, NotImplementedError, ValueError, RuntimeError) as error:
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
-            if isinstance(error, torch.OutOfMemoryError) and loss_by == "its own" and way != "ringattn":
+            if isinstance(error, torch.OutOfMemoryError) and loss_by == "its own" and way in RIVALS:
                 in_pieces_only |= {other for other in options.cells if other.startswith(f"{name}:{tokens}:")}
                 left.insert(0, cell)
         rows.append(row)
@@ -202,8 +205,11 @@ def entropies(logits: Any, targets: Any) -> Any:
 # How each contestant takes a step over whole sequences.
 
 
-def accelerated(model: Any, prepare: Any) -> tuple[Any, Any, Any]:
-    """(accelerator, model, optimizer), with what `prepare(accelerator)` puts into the place of accelerate's own."""
+def accelerated(model: Any, prepare: Any, recompute: bool = True) -> tuple[Any, Any, Any]:
+    """(accelerator, model, optimizer), with what `prepare(accelerator)` puts into the place of accelerate's own.
+
+    `recompute`: accelerate has each layer recomputed whole.
+    """
     from accelerate import Accelerator, ParallelismConfig, PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -216,7 +222,7 @@ def accelerated(model: Any, prepare: Any) -> tuple[Any, Any, Any]:
     if cpu:  # where accelerate has no FSDP2
         state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, activation_checkpointing=True, auto_wrap_policy="transformer_based_wrap",
+        fsdp_version=2, activation_checkpointing=recompute, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
     )  # fmt: skip
     config = ParallelismConfig(cp_size=ranks)
@@ -229,8 +235,8 @@ def optimizer_of(model: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def by_ringattn(model: Any, device: torch.device) -> Any:
-    accelerator, call, optimizer = accelerated(model, hf.over_ranks)
+def by_ringattn(model: Any, device: torch.device, recompute: bool = True) -> Any:
+    accelerator, call, optimizer = accelerated(model, hf.over_ranks, recompute)
 
     def step(ids: Any) -> None:
         accelerator.backward(call(input_ids=ids, labels=ids).loss)
@@ -238,6 +244,15 @@ def by_ringattn(model: Any, device: torch.device) -> Any:
         optimizer.zero_grad()
 
     return step
+
+
+def by_pieces(model: Any, device: torch.device) -> Any:
+    return by_ringattn(hf.in_pieces(model), device)
+
+
+def keeping_attention(model: Any, device: torch.device) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": hf.keep_attention})
+    return by_ringattn(hf.in_pieces(model), device, recompute=False)
 
 
 def shifted(ids: Any) -> dict[str, Any]:
@@ -302,7 +317,7 @@ def alone(model: Any, device: torch.device) -> Any:
     return step
 
 
-STEPS = dict(zip(WAYS, (by_ringattn, by_accelerate, by_ringmaster, alone), strict=True))
+STEPS = dict(zip(WAYS, (by_ringattn, by_pieces, keeping_attention, by_accelerate, by_ringmaster, alone), strict=True))
 
 
 def whole_models(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -41,8 +41,8 @@ def main(name: str | None = None, text: str = __file__, seq_len: str = "2048", s
     model, tokens = load(name, Path(text))
     tokens = tokens[:, : int(seq_len)].to(where)
     plan = ra.plan(mesh, seq_len=tokens.shape[1])
-    model = hf.prepare(model.to(where), plan)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    model = hf.in_pieces(hf.prepare(model.to(where), plan))  # MLPs, norms and the loss: a few tokens at a time
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": hf.keep_attention})
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh["ring"])
         part.set_force_sum_reduction_for_comms(True)  # a rank's gradient is its share of the mean over all tokens:

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 from ringattn import hf
 from ringattn.compat import ring_flash_attn as compat
+from ringattn.models.hf import memory
 from ringattn.models.nn import Attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,6 +41,7 @@ DEVICE, STEPS = os.environ.get("MATRIX_DEVICE", "cpu"), int(os.environ.get("MATR
 S = 8 if DEVICE == "cuda" else 1  # GPU kernels have larger heads
 T, C, D, V, IGNORED = 32 * S, 32 * S, 8 * S, 64, -100
 LENGTHS = [12 * S, 20 * S]  # of packed documents, and of padded rows: multiples of what zigzag cuts them into
+memory.NUMBERS = memory.LOGITS = 16 * C * S  # hf.in_pieces makes pieces of so few tokens
 LR = 3e-3  # of AdamW, if there are several steps
 
 INTEGRATIONS = "prepare", "Trainer", "accelerate", "SFT", "compat", "attention", "nn"
@@ -315,7 +317,8 @@ def by_prepare(cell: Cell) -> Found:
     model = model.bfloat16() if cell.precision == "bf16 weights" else model
     model = hf.prepare(model, mesh, averaged=cell.wrapper != "FSDP2 summed")
     if cell.recomputing in ("checkpointing", "both"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        keep = {"context_fn": hf.keep_attention} if cell.recomputing == "checkpointing" else {}
+        hf.in_pieces(model).gradient_checkpointing_enable({"use_reentrant": False, **keep})
     call = shielded(model, model.model.layers, cell, mesh["sequence"])
     return stepped(cell, call, lambda step: call(**batch_of(cell.batch, step)).loss)
 
@@ -549,6 +552,8 @@ def starter() -> Any:
 
     torch.set_num_threads(1)
     names = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"]
+    if DEVICE == "cuda":  # importing transformers asks it for devices, and ranks forked after that cannot use them
+        names = []
     return partial(run, preload=names, backend="nccl" if DEVICE == "cuda" else "gloo", timeout=1800.0)
 
 

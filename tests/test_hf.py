@@ -734,9 +734,9 @@ def test_logits_become_float32_a_few_at_a_time(monkeypatch):
         (loss, *torch.autograd.grad(loss, logits))
         for at_once in (2**28, 2 * 4 * 8)
         for _ in [monkeypatch.setattr(targets, "LOGITS", at_once)]
-        for loss in [targets.mean_loss(logits, [labels], plan, ())]
+        for loss in [targets.mean_loss(logits, targets.Wanted(labels, None), plan, ())]
     )
-    assert torch.equal(whole, cut) and torch.equal(grad, other) and seen == [10, 4, 4, 2, 2, 4, 4]
+    assert torch.equal(whole, cut) and torch.equal(grad, other) and seen == [10, 4, 4, 2, 4, 4, 2]
 
 
 def test_plans_of_other_lengths_are_not_kept_for_ever():

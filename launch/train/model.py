@@ -36,7 +36,8 @@ class SwiGLU(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self.at_once is None:
             return self.of(x_BTC)
-        return in_pieces(self.of, tokens_at_once(self.at_once, self.gate.out_features, len(x_BTC)), x_BTC)
+        tokens = tokens_at_once(self.at_once, self.gate.out_features, len(x_BTC))
+        return in_pieces(self.of, tokens, x_BTC, weights=list(self.parameters()))
 
     def of(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -96,7 +97,8 @@ class Head(nn.Linear):
     def forward(self, x_BTC: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         if labels_BT is None:
             return super().forward(x_BTC)
-        return in_pieces(self.losses, tokens_at_once(LOGITS, self.out_features, len(x_BTC)), x_BTC, labels_BT)
+        tokens = tokens_at_once(LOGITS, self.out_features, len(x_BTC))
+        return in_pieces(self.losses, tokens, x_BTC, labels_BT, weights=list(self.parameters()))
 
     def losses(self, x_BTC: Tensor, labels_BT: Tensor) -> Tensor:
         logits = super().forward(x_BTC).float()

@@ -62,7 +62,8 @@ def cross_entropy(
     counted = counted_of(labels_BT, plan, labels_BT != ignore_index, docs)
     at_once = tokens_at_once(LOGITS, logits_BTV.shape[2], len(logits_BTV))
     labels = torch.where(counted, labels_BT, 0).long()
-    return mean_over_ranks(in_pieces(entropies, at_once, logits_BTV, labels, counted), counted, plan, over)
+    losses = in_pieces(entropies, at_once, logits_BTV, labels, counted, weights=())
+    return mean_over_ranks(losses, counted, plan, over)
 
 
 def entropies(logits_BtV: Tensor, labels_Bt: Tensor, counted_Bt: Tensor) -> Tensor:

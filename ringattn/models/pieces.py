@@ -1,6 +1,12 @@
-"""Apply a function of single tokens to a few tokens at a time, so that intermediate results stay small."""
+"""Apply a function of single tokens to a few tokens at a time, so that intermediate results stay small.
 
-from collections.abc import Callable
+Backward computes each piece again. Where a whole layer is recomputed (torch.utils.checkpoint), that recomputation ends
+before it comes here, if nothing after this function is kept for backward: a piece runs twice in all, not three times.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +20,104 @@ def tokens_at_once(numbers: int, width: int, batch: int) -> int:
     return max(1, numbers // (width * max(1, batch)))
 
 
-def in_pieces(function: Callable[..., Tensor], tokens: int, *given: Tensor) -> Tensor:
-    """`function` of a few tokens at a time. Backward recomputes each piece."""
+def in_pieces(
+    function: Callable[..., Tensor], tokens: int, *given: Tensor, weights: Sequence[Tensor] | None = None
+) -> Tensor:
+    """`function` of a few tokens at a time; `given` are [B, T, ...].
+
+    `weights` are all tensors beside `given` that it has gradients for. Without them torch's checkpoint recomputes each
+    piece: it finds them, and adds up their gradients in their dtype.
+    """
     if given[0].shape[1] <= tokens:
         return function(*given)
-    pieces = zip(*(x.split(tokens, 1) for x in given), strict=True)
-    return torch.cat([checkpoint(function, *piece, use_reentrant=False) for piece in pieces], 1)
+    if not torch.is_grad_enabled():
+        return torch.cat([function(*piece) for piece in split(given, tokens)], 1)
+    if weights is None or torch.compiler.is_compiling() or not all(w.is_leaf for w in weights):  # views, as FSDP1 has
+        return torch.cat([checkpoint(function, *piece, use_reentrant=False) for piece in split(given, tokens)], 1)
+    kept = Kept.apply(torch.empty(0, requires_grad=True), *given)
+    return Pieces.apply([kept], function, tokens, len(given), *given, *weights)
+
+
+def split(given: Sequence[Tensor], tokens: int) -> Any:
+    return zip(*(x.split(tokens, 1) for x in given), strict=True)
+
+
+class Kept(torch.autograd.Function):
+    """A node that only keeps tensors. What recomputes a layer stops when it has made the last tensor that was kept."""
+
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
+        return dummy.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on what this node gives")
+
+
+class Pieces(torch.autograd.Function):
+    """A function of tokens, piece by piece; `kept` holds the result of the node that keeps its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Any, function: Callable[..., Tensor], tokens: int, n: int, *tensors: Tensor) -> Tensor:
+        given, weights = tensors[:n], tensors[n:]
+        ctx.kept, ctx.function, ctx.tokens, ctx.weights = kept, function, tokens, weights
+        ctx.cast = autocast_of(given[0].device.type)
+        first, *others = split(given, tokens)
+        part = function(*first)
+        out = part.new_empty(part.shape[0], given[0].shape[1], *part.shape[2:])
+        places = out.split(tokens, 1)
+        places[0].copy_(part)
+        for place, piece in zip(places[1:], others, strict=True):
+            place.copy_(function(*piece))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        """The gradients of the given tensors, a piece at a time, and of the weights, which add up over the pieces."""
+        given = [x.detach() for x in ctx.kept[0].grad_fn.saved_tensors]
+        wants = ctx.needs_input_grad[4:]
+        grads = [torch.empty_like(x) if want else None for x, want in zip(given, wants, strict=False)]
+        places = list(split([g for g in grads if g is not None], ctx.tokens))
+        weights = [w for w, want in zip(ctx.weights, wants[len(given) :], strict=True) if want]
+        sums: list[Any] = [None] * len(weights)
+        with ctx.cast(), torch.enable_grad():
+            for i, (*piece, d) in enumerate(split([*given, dout], ctx.tokens)):
+                asked = [x.requires_grad_() for x, g in zip(piece, grads, strict=True) if g is not None] + weights
+                out = ctx.function(*piece)
+                if i == 0:
+                    refuse_others(out, asked)
+                found = torch.autograd.grad(out, asked, d, allow_unused=True)
+                for place, g in zip(places[i] if places else (), found, strict=False):
+                    place.copy_(g)
+                sums = [added(total, g) for total, g in zip(sums, found[len(asked) - len(weights) :], strict=True)]
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.kept = None  # frees what was kept
+        of_weights = iter(x if x is None else x.to(w.dtype) for x, w in zip(sums, weights, strict=True))
+        return None, None, None, None, *grads, *(next(of_weights) if want else None for want in wants[len(given) :])
+
+
+def refuse_others(out: Tensor, asked: Sequence[Tensor]) -> None:
+    """An error if a result has gradients for tensors that were not named: they would be lost."""
+    waiting, seen, expected = [out.grad_fn], set(), {id(x) for x in asked}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in expected:
+            raise RuntimeError(f"a weight of shape {tuple(node.variable.shape)} is not among those of this function")
+        waiting += [other for other, _ in node.next_functions]
+
+
+def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """A sum of gradients, at least in float32."""
+    if total is None or grad is None:
+        return grad if total is None else total
+    return (total.float() if total.dtype.itemsize < 4 else total).add_(grad)
+
+
+def autocast_of(kind: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Autocast as it is now, for a recomputation later."""
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype, enabled, torch.is_autocast_cache_enabled())

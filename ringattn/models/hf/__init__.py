@@ -2,7 +2,11 @@
 
 from ringattn.models.hf.accelerate import over_ranks
 from ringattn.models.hf.generate import RanksCache
+from ringattn.models.hf.memory import in_pieces, keep_attention
 from ringattn.models.hf.model import plan_of, prepare, prepared, unprepare, whole
 from ringattn.models.hf.trainer import OverRanks
 
-__all__ = ["OverRanks", "RanksCache", "over_ranks", "plan_of", "prepare", "prepared", "unprepare", "whole"]
+__all__ = [
+    "OverRanks", "RanksCache", "in_pieces", "keep_attention", "over_ranks", "plan_of", "prepare", "prepared",
+    "unprepare", "whole",
+]  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ringattn.models.hf import generate as hf_generate
+from ringattn.models.hf import memory as hf_memory
 from ringattn.models.hf import trl as hf_trl
 from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import Call
@@ -22,7 +23,7 @@ from ringattn.models.hf.kept import Kept, kept
 from ringattn.models.hf.packed import documents, given_documents, places, refuse_mask
 from ringattn.models.hf.positions import counted
 from ringattn.models.hf.refusals import LOSSES, accepted, refuse_other_attention
-from ringattn.models.hf.targets import changed, targets_of, with_loss
+from ringattn.models.hf.targets import changed, targets_of, wanted, with_loss
 from ringattn.planning import Plan
 from ringattn.torch.agree import watched
 from ringattn.torch.same_data import compare_data
@@ -62,13 +63,18 @@ def forward(
         with hf_vision.cutting(self, later):
             return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
     kept = few(self, logits_to_keep, plan, following, given)
-    with hf_vision.cutting(self, later):
+    asked = wanted(self, one_row_of(one_row, targets_of(labels, shift_labels, attention_mask, docs)), plan)
+    with hf_vision.cutting(self, later), hf_memory.losses_of(self, asked):
         output = self.local_forward(**given)
+    if hf_memory.changes_losses(
+        self, output.get("logits")
+    ):  # the model changes what its head gives: once more, with logits
+        with hf_vision.cutting(self, later):
+            output = self.local_forward(**given)
     guard(self, output)
     if kept is not None:
         return changed(output, logits=kept.join(output.logits))
-    targets = one_row_of(one_row, targets_of(labels, shift_labels, attention_mask, docs))
-    return with_loss(self, output, targets, plan, num_items_in_batch) if targets else output
+    return with_loss(self, output, asked, plan, num_items_in_batch) if asked else output
 
 
 @cache

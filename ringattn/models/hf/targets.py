@@ -4,7 +4,7 @@ B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +30,31 @@ def targets_of(
     return targets if attention_mask is None else [x.masked_fill(~attention_mask.bool(), IGNORED) for x in targets]
 
 
+class Wanted(NamedTuple):
+    """What this rank's tokens are to predict."""
+
+    labels: Tensor  # [B, t]; IGNORED for nothing
+    others: Tensor | None  # [n, B, t]: where several branches go on from a token
+
+
 @torch.compiler.disable
-def with_loss(self: Any, output: Any, targets: list[Tensor], plan: Plan, items: Any) -> Any:
-    """The model's output, and first of all the loss over all ranks."""
-    spread = self.ringattn
-    loss = mean_loss(output.logits, targets, plan, spread.over, spread.compare, items)
-    return changed(output, loss=scaled(loss, spread.ranks) if spread.averaged else loss)
+def wanted(self: Any, targets: list[Tensor], plan: Plan) -> Wanted | None:
+    """This rank's part of the targets [B, T]; None if there are none."""
+    if not targets:
+        return None
+    first, *more = (x - IGNORED for x in targets)  # padding, 0, becomes IGNORED
+    labels = plan.shard(first, dim=1, compare=self.ringattn.compare) + IGNORED
+    others = plan.shard(torch.stack(more), dim=2, compare=False) + IGNORED if more else None
+    return Wanted(labels, others)
+
+
+@torch.compiler.disable
+def with_loss(self: Any, output: Any, asked: Wanted, plan: Plan, items: Any) -> Any:
+    """The model's output, and first of all the loss over all ranks; of losses in the place of logits only that."""
+    spread, found = self.ringattn, output.logits
+    loss = mean_loss(found, asked, plan, spread.over, items)
+    new = {"loss": scaled(loss, spread.ranks) if spread.averaged else loss}
+    return changed(output, **new, **({"logits": None} if found.dim() == 2 else {}))
 
 
 def changed(output: Any, **new: Any) -> Any:
@@ -48,19 +67,21 @@ def scaled(loss: Tensor, ranks: int) -> Tensor:
     return loss + (ranks - 1) * (loss - loss.detach())
 
 
-def mean_loss(
-    logits_BtV: Tensor, targets: list[Tensor], plan: Plan, over: Sequence[Any], compare: bool = True, items: Any = None
-) -> Tensor:
-    """The mean cross entropy of the targets [B, T] of all ranks that count; with `items`, their sum divided by it."""
-    first, *more = targets
-    labels = plan.shard(first, dim=1, compare=compare).to(logits_BtV.device)
-    counted = plan.shard(first != IGNORED, dim=1, compare=False).to(logits_BtV.device)
-    at_once = tokens_at_once(LOGITS, logits_BtV.shape[-1], len(logits_BtV))
-    losses = in_pieces(cross_entropy, at_once, logits_BtV, labels)
-    if more:  # of a few tokens, where branches go on from them
-        others = plan.shard(torch.stack(more) - IGNORED, dim=2, compare=False).to(logits_BtV.device) + IGNORED
+def mean_loss(found: Tensor, asked: Wanted, plan: Plan, over: Sequence[Any], items: Any = None) -> Tensor:
+    """The mean cross entropy of the targets of all ranks that count; with `items`, their sum divided by it.
+
+    `found` is the logits [B, t, V], or the cross entropy [B, t] of `asked.labels`.
+    """
+    labels = asked.labels.to(found.device)
+    losses, counted = found, labels != IGNORED
+    if found.dim() == 3:
+        losses = in_pieces(
+            cross_entropy, tokens_at_once(LOGITS, found.shape[-1], len(found)), found, labels, weights=()
+        )
+    if asked.others is not None:  # of a few tokens, where branches go on from them
+        others = asked.others.to(found.device)
         n, rows, at = (others != IGNORED).nonzero(as_tuple=True)
-        parting = cross_entropy(logits_BtV[rows, at][None], others[n, rows, at][None])
+        parting = cross_entropy(found[rows, at][None], others[n, rows, at][None])
         losses, counted = torch.cat([losses.flatten(), parting[0]]), F.pad(counted.flatten(), (0, len(at)), value=True)
     compare_ranks(plan, "the loss of a prepared model", over)
     return mean_over_ranks(losses, counted, plan, over, items)

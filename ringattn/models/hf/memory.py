@@ -1,0 +1,144 @@
+"""Less memory for long sequences of transformers' models: what is of single tokens in pieces, and attention kept.
+
+A long sequence's largest tensors are not those of attention: an MLP has several numbers for each of a token's, a norm
+computes in float32, and a token's logits are as many as there are words. All are of single tokens, so they can be
+computed for a few tokens at a time, and again in backward.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from ringattn.models.hf.targets import Wanted, cross_entropy
+from ringattn.models.pieces import LOGITS, tokens_at_once
+from ringattn.models.pieces import in_pieces as applied
+
+NAMES = "mlp", "feed_forward"  # of a decoder layer's MLP
+NUMBERS = 2**26  # the most of an MLP's hidden layer, or a norm's, at a time
+
+
+def in_pieces(model: Any) -> Any:
+    """The same transformers model, whose MLPs and norms run for a few tokens at a time, recomputed in backward.
+
+    Once it is prepared, so does the loss of a call with labels and gradients: its logits are never there as a whole,
+    and the output has none. Mixtures of experts stay whole, and so do the logits of models that change them after their
+    head (soft caps, scales). Call it before the model is wrapped in DDP or FSDP. Beside it, let the layers recompute
+    all but attention: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": hf.keep_attention})`.
+    """
+    from ringattn.models.hf.model import inner
+
+    bare = inner(model)
+    head = bare.get_output_embeddings() if hasattr(bare, "get_decoder") else None
+    if head is None:
+        raise ValueError(f"{type(model).__name__} is not a transformers model that predicts tokens")
+    for module in of_single_tokens(bare.get_decoder()):
+        replace(module, by_pieces)
+    replace(head, losses_or_logits)
+    return model
+
+
+def keep_attention() -> Any:
+    """The `context_fn` of torch's checkpoint with which backward recomputes everything but attention.
+
+    Attention's work grows with the square of the length, and what is kept of it is as large as a layer's input.
+    """
+    import ringattn.torch.attention.compiled
+    import ringattn.torch.linear.compiled  # noqa: F401 (their ops are named below)
+
+    ours = torch.ops.ringattn
+    kept = ours.attention.default, ours.linear_attention.default
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def replace(module: Any, forward: Any) -> None:
+    """Give a module another forward, unless it has that already. It is a method, so a copy runs its own weights."""
+    if "ringattn_whole" not in vars(module):
+        count = len(list(module.parameters()))  # now, since wrappers change them
+        new = {"ringattn_whole": module.forward, "ringattn_weights": count, "ringattn_width": width(module)}
+        vars(module).update(new, forward=MethodType(forward, module))
+
+
+def of_single_tokens(decoder: nn.Module) -> list[nn.Module]:
+    """The norms and the MLPs without experts and random numbers."""
+    mlps = [getattr(layer, name, None) for layer in decoder.modules() for name in NAMES]
+    norms = [m for m in decoder.modules() if type(m).__name__.endswith("Norm")]
+    found = [m for m in (*mlps, *norms) if isinstance(m, nn.Module) and not hasattr(m, "experts") and width(m)]
+    drawing = [m for m in found if any(isinstance(x, nn.Dropout) and x.p for x in m.modules())]
+    return [m for m in found if m not in drawing and len(signature(m.forward).parameters) == 1]
+
+
+def width(module: nn.Module) -> int:
+    """The most numbers that a token has within an MLP, a norm or a head."""
+    sizes = [getattr(m, name, 0) for m in module.modules() for name in ("out_features", "nf")]  # Linear, Conv1D
+    return max([*sizes, *(len(p) for p in module.parameters() if p.dim() == 1)], default=0)
+
+
+def weights_of(module: Any) -> list[nn.Parameter] | None:
+    """The weights that are trained; None if a wrapper replaced them (FSDP1)."""
+    weights = list(module.parameters())
+    return [w for w in weights if w.requires_grad] if len(weights) == module.ringattn_weights else None
+
+
+def by_pieces(self: Any, x: Tensor) -> Tensor:
+    if x.dim() != 3:  # a norm of single heads
+        out: Tensor = self.ringattn_whole(x)
+        return out
+    return applied(
+        self.ringattn_whole, tokens_at_once(NUMBERS, self.ringattn_width, len(x)), x, weights=weights_of(self)
+    )
+
+
+@torch.compiler.disable
+def losses_or_logits(self: Any, x: Tensor) -> Tensor:
+    """What the head of a model gives: logits, or within `losses_of` the loss of each token."""
+    labels = vars(self).get("ringattn_labels")
+    if labels is None:
+        logits: Tensor = self.ringattn_whole(x)
+        return logits
+
+    def losses(x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.ringattn_whole(x)
+        return cross_entropy(logits, labels).clone()  # no view: FSDP2 puts a hook on what a module gives
+
+    made = applied(
+        losses, tokens_at_once(LOGITS, self.ringattn_width, len(x)), x, labels.to(x.device), weights=weights_of(self)
+    )
+    self.ringattn_losses = made
+    return made
+
+
+@contextmanager
+def losses_of(model: Any, asked: Wanted | None) -> Iterator[None]:
+    """Within, the head of the model computes losses instead of logits, if it may: in training, of one label a token."""
+    head = vars(model.get_output_embeddings() or model)
+    if asked is None or asked.others is not None or "ringattn_whole" not in head or "ringattn_changes" in head:
+        yield
+        return
+    if not torch.is_grad_enabled():  # evaluation wants logits
+        yield
+        return
+    head["ringattn_labels"] = asked.labels
+    try:
+        yield
+    finally:
+        del head["ringattn_labels"]
+
+
+def changes_losses(model: Any, logits: Tensor) -> bool:
+    """Whether the model changed the losses that its head gave in the place of logits; it gives logits from then on."""
+    head = vars(model.get_output_embeddings() or model)
+    made = head.pop("ringattn_losses", None)
+    if made is None or (logits.data_ptr() == made.data_ptr() and logits.shape == made.shape):
+        return False
+    head["ringattn_changes"] = True
+    return True

@@ -1,0 +1,86 @@
+"""Models of transformers in pieces, and recomputation that keeps attention: the same numbers, fewer of them at once."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from test_hf import T, batch, build, gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ringattn as ra
+from ringattn import hf
+from ringattn.comms.local import run
+from ringattn.models.hf import memory
+
+AGAIN = {"use_reentrant": False, "context_fn": hf.keep_attention}
+
+
+class Ops(TorchDispatchMode):
+    """The most numbers of any result, and how often attention ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = self.attentions = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        self.most = max(
+            [
+                self.most,
+                *(x.numel() for x in (out if isinstance(out, tuple) else (out,)) if T in getattr(x, "shape", ())),
+            ]
+        )
+        self.attentions += op is torch.ops.ringattn.attention.default
+        return out
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen2Moe", "Qwen3_5"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_in_pieces_is_the_same_model(name, padded, monkeypatch):
+    """Gemma 2 caps its logits, Qwen 2 has experts."""
+    monkeypatch.setattr(memory, "NUMBERS", 200)
+    monkeypatch.setattr(memory, "LOGITS", 64 * 5)
+    mask = torch.ones(2, T, dtype=torch.long)
+    mask[1, T // 2 :] = 1 - int(padded)
+    single, given = (
+        build(name),
+        {"input_ids": batch(), "labels": batch().masked_fill(mask == 0, -100), "attention_mask": mask},
+    )
+    copies = [deepcopy(single) for _ in range(2)]
+    expected = single(**given, use_cache=False).loss
+    expected.backward()
+
+    def one(mesh):
+        model = hf.prepare(hf.in_pieces(copies[mesh.rank]), mesh)
+        model.gradient_checkpointing_enable(AGAIN)
+        output = model.train()(**given)
+        output.loss.backward()
+        with torch.no_grad():
+            logits = hf.whole(model, model(**given).logits)
+        return output.loss.detach(), output.logits is None, logits, gradients(model)
+
+    for loss, gone, logits, _ in (results := run(one, sequence=2)):
+        assert abs(loss - expected) < 2e-6 and gone == (name != "Gemma2") and logits.shape == (2, T, 64)
+    for weight, gradient in gradients(single).items():
+        torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
+
+
+def test_what_is_large_and_what_is_recomputed(monkeypatch):
+    """A gate of 48 numbers a token and 64 logits a token are never there as a whole; attention runs once a layer."""
+    monkeypatch.setattr(memory, "NUMBERS", 200)
+    monkeypatch.setattr(memory, "LOGITS", 64 * 5)
+    seen = {}
+    for small in (False, True):
+        model = build("Llama").train()
+        model = hf.prepare(hf.in_pieces(model) if small else model, ra.plan(seq_len=T))
+        model.gradient_checkpointing_enable(AGAIN if small else {"use_reentrant": False})
+        with Ops() as seen[small]:
+            model(batch()[:1], labels=batch()[:1]).loss.backward()
+    layers = model.config.num_hidden_layers
+    assert seen[False].most >= T * 64 and seen[True].most < T * 48
+    assert (seen[False].attentions, seen[True].attentions) == (2 * layers, layers)
+
+
+def test_what_it_is_not_for():
+    with pytest.raises(ValueError, match="Linear is not a transformers model that predicts tokens"):
+        hf.in_pieces(torch.nn.Linear(2, 2))
