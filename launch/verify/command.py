@@ -175,11 +175,11 @@ def chosen(options: Options) -> list[AnyCase]:
         ranks = options.ranks if options.backend in ("threads", "jax") else options.count
         how = ranks, options.dtype, options.kernel, "jax" if options.backend == "jax" else options.device
         every = (drawn.draw(options.seed + i, *how) for i in range(RARE * options.random))
-    fits = (c for c in every if not options.cases or any(word in str(c) for word in options.cases))
     if options.backend == "jax":
         from ringattn.launch.verify import devices
 
-        fits = filter(devices.runs_here, fits)
+        every = filter(devices.runs_here, every)
+    fits = (c for c in every if not options.cases or any(word in str(c) for word in options.cases))
     return list(islice(fits, options.random or None))
 
 

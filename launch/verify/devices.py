@@ -145,7 +145,7 @@ def pieces(call: drawn.Call, mesh: Any) -> Program:
     longest = max((n for do, n, _ in steps if do != "back"), default=1)
 
     def results(given: Given) -> Given:
-        cache = ra.KVCache.allocate(
+        cache: Any = ra.KVCache.allocate(
             plan, batch=case.batch, max_len=case.seq_len, kv_heads=case.kv_heads, head_dim=case.head_dim,
             value_dim=case.value_dim, dtype=given["q"].dtype, window=case.spec.behind, room=longest, block=call.block,
         )  # fmt: skip
@@ -157,12 +157,13 @@ def pieces(call: drawn.Call, mesh: Any) -> Program:
                 cache = cache.truncate(list(n))
                 continue
             at = np.array(cache.lengths)[:, None] + np.arange(n)
-            new = [given[name][rows, at] for name in "qkv"]
+            q, k, v = (given[name][rows, at] for name in "qkv")
             if do == "decode":
-                out, cache = ra.decode(*new, cache, **also, **how)
+                out, cache = ra.decode(q, k, v, cache, **also, **how)
             else:
                 chunk = plan.for_length(n)
-                out, cache = ra.prefill(*map(chunk.shard, new), chunk, cache, **also, **how)
+                q, k, v = map(chunk.shard, (q, k, v))
+                out, cache = ra.prefill(q, k, v, chunk, cache, **also, **how)
                 out = chunk.unshard(out)
             whole[rows, at], asked[rows, at] = np.array(out, np.float64), True
         return {"out": whole, "asked": asked}

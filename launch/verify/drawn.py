@@ -141,7 +141,7 @@ def masked(r: random.Random, case: Case) -> Case:
         width = min(map(len, rows))
         parents = [[r.randint(-1, i - 1) for i in range(width)] for _ in rows]
         rows = [row[:width] for row in rows]
-        found = {"lengths": rows, "parents": parents}
+        found: dict[str, Any] = {"lengths": rows, "parents": parents}
     else:
         prefix = [[r.choice([0, r.randint(0, n)]) for n in row] for row in rows]
         spans = [list(between(r, *row)) for row in zip(rows, prefix, strict=True)]
