@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from ringattn.models.loss import cross_entropy as cross_entropy
     from ringattn.models.loss import token_mean as token_mean
     from ringattn.planning import Plan as Plan
-    from ringattn.planning import Transport as Transport
     from ringattn.serving import KVCache as KVCache
     from ringattn.slices import Mask as Mask
     from ringattn.spec import AttentionSpec as AttentionSpec
     from ringattn.spec import Docs as Docs
     from ringattn.torch.attention.one_device import attend as attend
+    from ringattn.transport import Transport as Transport
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ PUBLIC = {
     "Mask": "ringattn.slices",
     "Partial": "ringattn.kernels.partial",
     "Plan": "ringattn.planning",
-    "Transport": "ringattn.planning",
+    "Transport": "ringattn.transport",
     "aot_report": "ringattn.jax.aot",
     "attend": "ringattn.torch.attention.one_device",
     "attention": "ringattn.api",

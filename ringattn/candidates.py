@@ -1,6 +1,5 @@
 """The candidates of a plan: every legal strategy, split, layout and route, with its kernel and what it takes."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,10 +8,11 @@ from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.explain import Option
 from ringattn.kernels.rates import key_of
 from ringattn.machine import ITEMS, Machine
-from ringattn.planning import Plan, Transport
+from ringattn.planning import Plan
 from ringattn.predict import Rates, predict
 from ringattn.recipe import kind_of
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.transport import Transport
 
 ALIKE, EVEN = 1.01, 1.02  # the time over that of the fastest, and the busiest rank's work over the mean: no difference
 
@@ -29,8 +29,11 @@ class Asked(NamedTuple):
     docs: Docs | None
     dtype: str
     transport: Transport
-    machine: Machine
     measured: int = 0  # which rates of kernels are known
+
+    @property
+    def machine(self) -> Machine:
+        return self.alone.machine
 
     @property
     def shape(self) -> Shape | None:
@@ -53,7 +56,7 @@ def compared(asked: Asked) -> tuple[Option, ...]:
     shape, machine = asked.shape, asked.machine
     assert shape is not None
     found, on = [], lru_cache(lambda gpus: machine.replace(gpus=gpus))
-    for plan in candidates(asked.alone, asked.sizes, asked.strategy, asked.layout, asked.spec, asked.docs):
+    for plan in candidates(asked):
         problem = asked.problem(plan)
         assert problem is not None
         names, rates = rates_of(problem, plan, machine)
@@ -125,10 +128,9 @@ def hosts_of_ring(plan: Plan, gpus: int | None) -> int | None:
     return 1 if plan.ring <= each else plan.ring // each if plan.ring % each == 0 else None
 
 
-def candidates(
-    alone: Plan, sizes: Sequence[tuple[int, int]], strategy: str, layout: str, spec: AttentionSpec, docs: Docs | None
-) -> list[Plan]:
-    """Every plan that spreads `alone` over one of these sizes; strategy and layout vary if they are "auto"."""
+def candidates(asked: Asked) -> list[Plan]:
+    """Every plan that spreads `alone` over one of the sizes; strategy and layout vary if they are "auto"."""
+    alone, sizes, _, strategy, layout, spec, docs, *_ = asked
     found = []
     for ring, ulysses in sizes:
         if len(sizes) > 1 and (

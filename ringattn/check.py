@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.planning import Plan, Transport, dtype_name, groups_problem, heads_problem
+from ringattn.planning import Plan
 from ringattn.segments import segments_problem
+from ringattn.sizes import dtype_name, groups_problem, heads_problem
 from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs, is_number, is_traced, of_factor, whole
+from ringattn.transport import Transport
 
 PACKED = Docs, "pass Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
 SAY = "pass True or False"

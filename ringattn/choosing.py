@@ -13,10 +13,12 @@ from ringattn.comms.axis import roles
 from ringattn.explain import Option, data_of, fits, groups_report, kernel_report, route_report, sentence, table
 from ringattn.kernels.rates import RATES
 from ringattn.machine import Machine, chip_here, load, of_device
-from ringattn.planning import Plan, Report, Transport, dtype_name
+from ringattn.planning import Plan, Report
 from ringattn.ranks import Ranks, one_rank
+from ringattn.sizes import dtype_name
 from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs, raise_if
+from ringattn.transport import Transport
 
 
 def plan(
@@ -61,11 +63,6 @@ def plan(
     spec, docs = AttentionSpec() if spec is None else spec, docs if mask is None else mask
     transport = Transport() if transport is None else transport
     target = target_of(mesh, transport.by, axes)
-    if target.framework == "jax" and transport.chosen:
-        raise ValueError(
-            f"transport={transport.chosen}: in JAX the compiler moves the blocks, so it is not supported; leave "
-            "transport out"
-        )
     alone = Plan(
         seq_len,
         key_len=key_len,
@@ -76,23 +73,39 @@ def plan(
         deterministic=deterministic,
         saved_as=saved_as,
         blocks=blocks,
+        machine=of_device(target.device, target.chip) if machine is None else load(machine),
         axes=Ranks(None, None, target.framework, target.device, here=False),
     )
+    raise_if(of_given(alone, target, docs, transport))
+    dtype = ("float32" if target.device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
+    gpus = target.gpus or (None if target.here else alone.machine.gpus)
+    sizes, rates = tuple(target.sizes), hash(frozenset(RATES.items()))
+    return picked(Asked(alone, sizes, gpus, strategy, layout, spec, docs, dtype, transport, rates), target)
+
+
+def of_given(alone: Plan, target: "Target", docs: Docs | None, transport: Transport) -> str | None:
+    """Why no plan can be made of what was given."""
+    if target.framework == "jax" and transport.chosen:
+        return (
+            f"transport={transport.chosen}: in JAX the compiler moves the blocks, so it is not supported; leave "
+            "transport out"
+        )
     if docs is not None and docs.length != alone.seq_len:
-        raise ValueError(f"docs: document lengths add up to {docs.length}, and seq_len={seq_len}; make them the same")
+        return f"docs: document lengths add up to {docs.length}, and seq_len={alone.seq_len}; make them the same"
     if docs is not None and alone.keys.seq_len != alone.seq_len:
-        raise ValueError(
-            f"docs with key_len={key_len}: work is counted for one sequence only; leave docs out of the plan, "
+        return (
+            f"docs with key_len={alone.key_len}: work is counted for one sequence only; leave docs out of the plan, "
             "and pass docs and key_docs to attention"
         )
-    dtype = ("float32" if target.device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
-    known = of_device(target.device, target.chip) if machine is None else load(machine)
-    gpus = target.gpus or (None if target.here else known.gpus)
-    sizes, rates = tuple(target.sizes), hash(frozenset(RATES.items()))
-    asked = Asked(alone, sizes, gpus, strategy, layout, spec, docs, dtype, transport, known, rates)
+    return None
+
+
+def picked(asked: Asked, target: "Target") -> Plan:
+    """The best candidate, on the ranks of the target, with every choice made and the reasons for it."""
+    transport = asked.transport
     if asked.shape is None:
         options: tuple[Option, ...] = ()
-        best = candidates(alone, target.sizes, strategy, layout, spec, docs)[0]
+        best = candidates(asked)[0]
     else:
         options = compared(asked)
         best = options[0].plan

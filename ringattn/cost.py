@@ -9,38 +9,9 @@ import numpy as np
 
 from ringattn.bands import all_bands
 from ringattn.layout import Layout, Shard
+from ringattn.machine import Link, Machine
 from ringattn.schedule import Table, overlaps, table_of
 from ringattn.spec import AttentionSpec, Docs
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Measured rates of one rank: kernel flops per second, link bytes per second each way, seconds per transfer.
-
-    `room` is the most bytes of keys that a step brings at once: few large steps fill a GPU better than many small ones.
-    Between GPUs that can read each other's memory there are two transports: copy engines, which these rates are for,
-    start `engines` seconds later than a process group, which moves a few MiB at `group_link` bytes per second.
-    """
-
-    name: str
-    flops: float
-    link: float
-    latency: float
-    memory: float  # bytes per second, read or written
-    room: int = 0
-    engines: float = 0.0
-    group_link: float = 0.0
-
-    def blocks_at_once(self, block: int) -> int:
-        """How many blocks of `block` bytes a step may bring."""
-        return max(1, self.room // max(1, block))
-
-
-HARDWARE = {
-    "h200": Hardware("H200, NVLink", 550e12, 250e9, 20e-6, 4e12, room=384 * 2**20, engines=25e-6, group_link=160e9),
-    "tpu": Hardware("TPU v6e, half its datasheet's rates", 459e12, 45e9, 5e-6, 0.8e12),  # not measured
-    "cpu": Hardware("CPU", 5e10, 1e9, 300e-6, 1e10),
-}
 
 
 @dataclass(frozen=True)
@@ -156,15 +127,15 @@ def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple
 
 MOST_GROUPS = 4
 # cost of one more group: latencies, part of the attention's time; 2 H200s, 32K and 131K
-MORE_LATENCIES, MORE_WORK = 15, 0.0065
+MORE_LATENCIES, MORE_WORK = 12, 0.0052
 
 
-def groups_of(shape: Shape, sent: int, ranks: int, kv_heads: int, hardware: Hardware) -> int:
+def groups_of(shape: Shape, sent: int, ranks: int, kv_heads: int, machine: Machine, link: Link) -> int:
     """How many groups to cut a rank's heads into, so that one group travels while another is computed.
 
     Each group costs launches, and smaller groups fill a GPU less well.
     """
-    attending = shape.flops_a_pair * shape.seq_len * shape.key_len / 2 / ranks / hardware.flops
-    more = MORE_LATENCIES * hardware.latency + MORE_WORK * attending
+    attending = shape.flops_a_pair * shape.seq_len * shape.key_len / 2 / ranks / machine.flops(shape.itemsize)
+    more = MORE_LATENCIES * link.latency + MORE_WORK * attending
     possible = [n for n in range(1, MOST_GROUPS + 1) if kv_heads % n == 0]
-    return min(possible, key=lambda n: sent / hardware.link / n + n * more)
+    return min(possible, key=lambda n: link.transfer(sent, ranks) / n + n * more)

@@ -79,7 +79,8 @@ def table(options: Sequence[Option], machine: Machine, gpus: int, assumed: bool)
     """The best candidates: at most ROWS, within 100 columns."""
     lines = [
         f"attention of a layer on {machine.name}",
-        f"({machine.source}); {gpus} ranks a host" + ", unless machine= or hosts= say otherwise" * assumed,
+        f"({machine.source})",
+        f"{gpus} ranks a host" + ", unless machine= or hosts= say otherwise" * assumed,
         f"  {'':<33}forward  back exposed {'between hosts':>13} {'within a host':>13} memory work",
         f"  {'':<14} {'layout':<10} {'route':<6}" + "".join(f"{unit:>7}" for unit in UNITS),
     ]

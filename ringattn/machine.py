@@ -8,9 +8,11 @@ nothing else: no number of a machine stands in code.
 import difflib
 import sys
 import tomllib
+import zlib
 from collections.abc import Mapping
 from dataclasses import MISSING, field
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
+from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ SHIPPED = Path(__file__).parent / "machines"
 OWN = Path.home() / ".cache" / "ringattn" / "machine.toml"  # written by `ringattn calibrate`
 DEVICES = {"cuda": "h200", "tpu": "v6e", "cpu": "cpu"}  # what is assumed of a device that is not known better
 ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes
+BY_BYTES = {8: "float64", 4: "float32", 2: "bfloat16"}
 
 
 class Link(Value):
@@ -43,8 +46,10 @@ class Machine(Value):
     launch     seconds that a step takes beside its work, forward and backward
     start      seconds until a single call computes, forward and backward; calls in a row hide them
     exchange   seconds that the host takes for the transfers of a pass which nothing hides: heads, or all keys
-    room       the most bytes of keys that a step brings at once
+    room       the most bytes of keys that a step brings at once: few large steps fill a GPU better than many small ones
     products   TFLOP/s of the matrix products of a model's other layers
+    group      where copy engines move what `inside` says: the bandwidth of a process group within a host, which moves
+               less a second, and by how many seconds it starts sooner
     """
 
     name: str
@@ -64,6 +69,7 @@ class Machine(Value):
     start: tuple[float, ...] = (0.0, 0.0)
     exchange: tuple[float, ...] = (0.0, 0.0)
     room: float = 0.0
+    group: tuple[float, ...] = (0.0, 0.0)
     path: str = field(default="", compare=False)
 
     def rate(self, keys: tuple[str, ...]) -> tuple[float, float]:
@@ -72,6 +78,24 @@ class Machine(Value):
         if row is None:
             raise ValueError(f"machine {self.name}: no rate for any of {', '.join(keys)}; add one under [rates]")
         return row[0] * 1e12, row[1] * 1e12
+
+    def flops(self, itemsize: int) -> float:
+        """Flops a second of attention forward on numbers of so many bytes, whichever kernel runs."""
+        return self.rate((BY_BYTES[itemsize], "float32"))[0]
+
+    def blocks_at_once(self, block: int) -> int:
+        """How many blocks of `block` bytes a step may bring."""
+        return max(1, int(self.room // max(1, block)))
+
+    @cached_property
+    def text(self) -> str:
+        """Every number; `of_text` is the inverse."""
+        return dumps(vars(self) | {"inside": vars(self.inside), "between": vars(self.between)})
+
+    @cached_property
+    def label(self) -> str:
+        """What ranks compare."""
+        return f"{self.name} #{zlib.crc32(self.text.encode()):08x}"
 
     def differs(self, chip: str) -> str | None:
         """Why this description is not one of a device with that name, if it is not."""
@@ -85,6 +109,7 @@ LIMITS = {  # the least and the most that is plausible; both are given in the er
     "gpus": (1, 65536), "memory": (2**26, 2**46), "bandwidth": (1e8, 1e15), "products": (1e-4, 1e6),
     "half": (0, 1e9), "launch": (0, 1.0), "room": (0, 2**46), "latency": (0, 10.0), "sharing": (1, 4096),
     "start": (0, 10.0), "exchange": (0, 10.0), "row": (1e-5, 1e5), "arch": (0, 1000),
+    "group": (0, 1e14),
 }  # fmt: skip
 LINK_LIMITS = LIMITS | {"bandwidth": (1e3, 1e14)}
 
@@ -117,7 +142,7 @@ def value_of(value: Any, name: str, where: str, limits: Mapping[str, Any]) -> An
         if isinstance(x, bool) or not isinstance(x, int if whole else (int, float)) or not low <= x <= high:
             raise ValueError(f"{where}: {name}={value!r}: expected {'a whole number' if whole else 'a number'} "
                              f"from {low:g} to {high:g}")  # fmt: skip
-    pairs = {"half": 2, "launch": 2, "start": 2, "exchange": 2, "row": 2, "arch": 2}.get(name)
+    pairs = {"half": 2, "launch": 2, "start": 2, "exchange": 2, "row": 2, "arch": 2, "group": 2}.get(name)
     if isinstance(value, list) != (pairs is not None) or (pairs is not None and len(numbers) != pairs):
         raise ValueError(f"{where}: {name}={value!r}: expected {'two numbers' if pairs else 'one number'}")
     return numbers if pairs else value
@@ -139,6 +164,12 @@ def of_dict(given: dict[str, Any], where: str) -> Machine:
     return Machine(**values, path=where)
 
 
+def of_text(text: str) -> Machine:
+    """The machine with this text."""
+    given = {name: value for name, value in loads(text).items() if value not in ("", [])}
+    return of_dict(given, given.pop("path", ""))
+
+
 def over(given: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """The values of a file on top of those of another one, table by table."""
     if "like" in base:
@@ -151,6 +182,12 @@ def over(given: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 
 def shipped() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+@cache
+def assumed(device: str) -> Machine:
+    """The shipped description that is taken for a device of which nothing else is known."""
+    return load(DEVICES.get(device, "cpu"))
 
 
 @lru_cache(maxsize=64)
@@ -192,7 +229,7 @@ def of_device(device: str, chip: str | None = None) -> Machine:
             return own
     named = [load(name) for name in shipped()] if chip else []
     alike = [m for m in named if m.device == device and m.chip and not m.differs(chip or "")]
-    return max(alike, key=lambda m: len(m.chip)) if alike else load(DEVICES.get(device, "cpu"))
+    return max(alike, key=lambda m: len(m.chip)) if alike else assumed(device)
 
 
 def write(machine: Machine, path: Path) -> None:

@@ -48,6 +48,22 @@ class Mask:
         return [runs.bounds() for runs in self.runs(shard)]
 
 
+def among_all(spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None) -> AttentionSpec:
+    """A mask of the whole sequence that sees all that this one may see in any documents."""
+    if docs is None:
+        return spec
+    if docs.spans is not None or key_docs is not None or (spec.first and not spec.causal):
+        return AttentionSpec(causal=False)
+    if spec.first:
+        return AttentionSpec()
+    if spec.chunk is None:
+        return spec
+    if spec.causal:
+        return AttentionSpec(window=spec.behind)
+    left, right = (spec.chunk if n is None else min(n, spec.chunk) for n in spec.reach)
+    return AttentionSpec(False, (left, right))
+
+
 def bands_of(mask: Mask) -> Bands:
     """All bands of all families and rows."""
     return all_bands(mask.among or mask.spec, *mask.arguments)

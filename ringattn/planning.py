@@ -8,92 +8,25 @@ from collections.abc import Mapping
 from dataclasses import field
 from functools import cached_property, partial
 from itertools import count
-from json import dumps, loads
+from json import dumps
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ringattn.comms.axis import TRANSPORTS
-from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
+from ringattn.cost import Shape, exchanged, groups_of, kv_heads_of_a_rank
 from ringattn.layout import MAKERS, Layout
-from ringattn.ranks import LIVE, NOT_HERE, Ranks
-from ringattn.spec import AttentionSpec, Docs, raise_if, whole
+from ringattn.machine import Link, Machine, assumed
+from ringattn.ranks import NOT_HERE, Ranks
+from ringattn.sizes import blocks_of, groups_problem, heads_of, heads_problem, size_of
+from ringattn.spec import AttentionSpec, Docs, raise_if
+from ringattn.transport import Transport
 from ringattn.values import Value, fields
 
 STRATEGIES = ("ring", "gather", "ulysses")
-ROUTES = ("direct", "relay", "levels")
-GRADS = ("input", "float32")
-DTYPES = ("float16", "bfloat16", "float32", "float64")
-SIZES = {
-    "seq_len": "a whole number of tokens, at least 1",
-    "key_len": "a whole number of tokens, at least 1",
-    "ring": "how many ranks the ring has, at least 1",
-    "ulysses": "how many ranks heads are spread over, at least 1",
-    "hosts": "on how many hosts the ring lies, at least 1 (None: as found)",
-    "together": "how many blocks a step may bring, at least 1 (None: auto)",
-    "groups": "in how many groups heads are exchanged, at least 1 (None: auto)",
-    "head_dim": "the size of a head, a whole number, at least 1",
-    "value_dim": "the size of a value, a whole number, at least 1 (None: head_dim)",
-}
-MOST = 2**53  # a float holds every whole number up to it
 LAST = 2**31 - 1  # JAX's positions are int32
 LAID_OUT: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()  # the plans of documents, by their handle
 HANDLES = count()
-NEEDED = ("seq_len", "ring", "ulysses")  # the others may be None
-
-
-def size_of(name: str, value: Any) -> Any:
-    """The size as an int, also from numpy's ints; None where that means to choose."""
-    if value is None and name not in NEEDED:
-        return None
-    size = whole(value)
-    if size is None or size < 1:
-        raise ValueError(f"{name}={value!r}: {SIZES[name]}")
-    if size > MOST:
-        raise ValueError(f"{name}={value!r}: at most {MOST}, up to which sizes are counted exactly")
-    return size
-
-
-class Transport(Value):
-    """How blocks travel between the ranks of a torch mesh. `ringattn.plan` chooses whatever is not given.
-
-    route      how blocks of keys reach the ranks of a ring: "direct", from their owner to each rank that sees them;
-               "relay", from rank to rank; "levels", from host to host and direct within a host; auto depends on `hosts`
-    hosts      the number of hosts of the ring, with consecutive ranks and equally many on each; by default detected
-    together   the most that a step may bring on the direct route, in blocks; by default several if they are small. Of
-               a block only what is seen counts
-    groups     the number of groups of heads that Ulysses and gather exchange, one while another is computed; by default
-               chosen by predicted time
-    by         "symmetric" (copy engines, between GPUs that can read each other's memory) or "group" (NCCL, gloo)
-    grads      the dtype in which gradients travel on a ring: that of the "input", or "float32" (float64 for float64);
-               auto takes the one in which the kernel that the plan expects computes them
-    """
-
-    route: str = "auto"
-    hosts: int | None = None
-    together: int | None = None
-    groups: int | None = None
-    by: str = "auto"
-    grads: str = "auto"
-
-    def __new__(cls, *args: Any, **given: Any) -> "Transport":
-        if "backward" in given:
-            raise ValueError(f"backward={given['backward']!r}: keys always travel in backward too; leave it out")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        for name in ("hosts", "together", "groups"):
-            object.__setattr__(self, name, size_of(name, getattr(self, name)))
-        named = {"route": ROUTES, "by": TRANSPORTS[1:], "grads": GRADS}
-        for name, choices in named.items():
-            if getattr(self, name) not in ("auto", *choices):
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of auto, {', '.join(choices)}")
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """The choices that are given, by name."""
-        return {name: getattr(self, name) for name, f in fields(self).items() if getattr(self, name) != f.default}
 
 
 class Report(NamedTuple):
@@ -122,6 +55,7 @@ class Plan(Value):
     deterministic: bool = False  # only kernels whose results have the same bits in every run
     saved_as: str | None = None  # in JAX: the name of attention's results for policies of jax.checkpoint
     blocks: tuple[int, int] | None = None  # on TPUs: the most queries and keys of a kernel's block
+    machine: Machine = field(default=None, repr=False)  # type: ignore[assignment]  # None: the shipped one of the device
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: Report = field(default=Report(), compare=False, repr=False)
     number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention needs
@@ -133,6 +67,7 @@ class Plan(Value):
         for name in ("seq_len", "key_len", "ring", "ulysses", "head_dim", "value_dim"):
             object.__setattr__(self, name, size_of(name, getattr(self, name)))
         object.__setattr__(self, "heads", heads_of(self.heads))
+        object.__setattr__(self, "machine", self.machine or assumed(self.device))
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r}: choose one of auto, {', '.join(STRATEGIES)}")
         if self.strategy == "ulysses" and self.ring > 1:
@@ -169,16 +104,16 @@ class Plan(Value):
         _ = self.local_len, self.keys.local_len  # cached now: Python 3.11 locks for it, which torch.compile refuses
 
     def _text(self) -> str:
-        """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
-        text = self._choices(self.seq_len)
-        return text if self.docs is None else f"{text}\n{self.docs.text}"
+        """The whole plan as text, for a compiled graph, which holds no objects: `ringattn.torch.handles` reads it."""
+        return self._choices(self.seq_len) + ("" if self.docs is None else self.docs.text)
 
     def _choices(self, seq_len: int) -> str:
-        """The text of all but the documents."""
+        """The lines of all but the documents."""
         values = {name: getattr(self, name) for name in NAMED} | {"seq_len": seq_len, "docs": None}
         if self.work is not None:
             values["work"] = self.work.causal, self.work.window, self.work.chunk, self.work.first
-        return dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
+        choices = dumps([list(values.values()), list(vars(self.transport).values())])
+        return f"{self.axes.number}\n{choices}\n{self.machine.text}\n"
 
     def _docs_problem(self) -> str | None:
         """Why this plan cannot lay out documents, if it cannot."""
@@ -329,13 +264,20 @@ class Plan(Value):
         """The bytes a rank sends forward that no step hides."""
         return exchanged(shape, self.ring, self.ulysses, self.strategy, (self.local_len, self.keys.local_len))
 
+    @property
+    def link(self) -> Link:
+        """The slowest link between its ranks."""
+        return self.machine.between if (self.transport.hosts or 1) > 1 else self.machine.inside
+
     def groups_for(self, shape: Shape) -> int:
         """The number of groups of heads in which a call's exchanges run."""
         if self.transport.groups is not None:
             return self.transport.groups
+        if self.framework == "jax":
+            return 1  # its compiler waits for an exchange
         kv_heads = kv_heads_of_a_rank(shape.kv_heads, self.ulysses)
-        ranks, hardware = self.ring * self.ulysses, hardware_of(self.device)
-        return groups_of(shape, self.exchanged(shape), ranks, kv_heads, hardware)
+        link = self.link if self.strategy == "gather" else self.machine.inside
+        return groups_of(shape, self.exchanged(shape), self.ring * self.ulysses, kv_heads, self.machine, link)
 
     def blocks_at_once(self, nbytes: int) -> int:
         """As much as how many blocks, of that many bytes, a step of the direct route brings.
@@ -344,7 +286,7 @@ class Plan(Value):
         """
         if self.tokens.by_document:
             return 1
-        return self.transport.together or hardware_of(self.device).blocks_at_once(nbytes)
+        return self.transport.together or self.machine.blocks_at_once(nbytes)
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""
@@ -444,54 +386,8 @@ class Plan(Value):
         )
 
 
-NAMED = tuple(n for n, f in fields(Plan).items() if f.init and n not in ("transport", "axes", "report"))  # in a text
-
-
-def of_text(text: str) -> Plan:
-    """The plan with this text, while its axes live."""
-    choices, _, docs = text.partition("\n")
-    number, values, transport = loads(choices)
-    axes = LIVE.get(number)
-    if axes is None:
-        raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")
-    if text not in axes.plans:
-        given = dict(zip(NAMED, values, strict=True))
-        if docs:
-            numbers, length = loads(docs)
-            given["docs"] = Docs.decoded(np.array(numbers, np.int64), length)
-        if given["work"] is not None:
-            causal, window, *rest = given["work"]
-            given["work"] = AttentionSpec(causal, tuple(window) if isinstance(window, list) else window, *rest)
-        keep(axes.plans, text, Plan(**given, transport=Transport(*transport), axes=axes))
-    plan: Plan = axes.plans[text]
-    return plan
-
-
-def of_handle(text: str, handle: int) -> Plan:
-    """The plan with these `choices` and this handle, which a graph takes as a number, so that it serves every batch.
-
-    It exchanges all heads at once: in how many groups would follow from its length, and a graph's backward depends on
-    that number.
-    """
-    axes = of_text(text).axes
-    if handle not in axes.plans:
-        plan = LAID_OUT.get(handle)
-        if plan is None:
-            raise RuntimeError("the plan of this batch is gone: hold it until backward is done")
-        if plan.ulysses > 1 and plan.transport.groups is None:
-            made = plan.replace(transport=plan.transport.replace(groups=1))
-            vars(made)["tokens"] = plan.tokens  # not dealt out again
-            plan = made
-        keep(axes.plans, handle, plan)
-    found: Plan = axes.plans[handle]
-    return found
-
-
-def keep(plans: dict[Any, Plan], key: str | int, plan: Plan) -> None:
-    """As many as batches can be on their way to backward; each may lay out other documents."""
-    if len(plans) == 256:
-        del plans[next(iter(plans))]
-    plans[key] = plan
+# in a text, in this order
+NAMED = tuple(n for n, f in fields(Plan).items() if f.init and n not in ("transport", "machine", "axes", "report"))
 
 
 def kept_for(plan: Plan, sets: dict[Any, set[Any]]) -> set[Any]:
@@ -499,61 +395,3 @@ def kept_for(plan: Plan, sets: dict[Any, set[Any]]) -> set[Any]:
     if plan not in sets and len(sets) == 256:
         sets.clear()
     return sets.setdefault(plan, set())
-
-
-def heads_of(heads: Any) -> tuple[int, int] | None:
-    """(query heads, key heads) from a pair, from one number for both, or None."""
-    if heads is None:
-        return None
-    pair = heads if isinstance(heads, (tuple, list)) else (heads, heads)
-    query, key = map(whole, pair) if len(pair) == 2 else (None, None)
-    if query is None or key is None:
-        raise ValueError(f"heads={heads!r}: (query heads, key heads), or one number for both")
-    return query, key
-
-
-def blocks_of(blocks: Any) -> tuple[int, int] | None:
-    """(queries, keys) of a block, multiples of 128, or None."""
-    if blocks is None:
-        return None
-    sizes = [whole(size) or 0 for size in blocks] if isinstance(blocks, (tuple, list)) else []
-    if len(sizes) != 2 or any(size < 128 or size % 128 for size in sizes):
-        raise ValueError(f"blocks={blocks!r}: (queries, keys), each a multiple of 128")
-    return sizes[0], sizes[1]
-
-
-def dtype_name(dtype: Any) -> str:
-    """The name of a dtype of torch, JAX or numpy, or of a string; a ValueError if attention does not support it."""
-    bare = dtype if isinstance(dtype, type) else getattr(dtype, "dtype", dtype)  # jnp.float32 is no dtype but has one
-    name = getattr(bare, "__name__", None) or getattr(bare, "name", None) or str(bare).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
-    return str(name)
-
-
-def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> str | None:
-    """Key heads divide query heads, and the Ulysses size divides query heads (key heads are repeated if necessary)."""
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        return f"{kv_heads} key heads do not divide {heads} query heads"
-    if heads % ulysses:
-        best = max(u for u in range(1, ulysses + 1) if heads % u == 0 and (ring * ulysses) % u == 0)
-        return (
-            f"ulysses={ulysses} does not divide {heads} query heads; use ulysses={best}, ring={ring * ulysses // best}"
-        )
-    return None
-
-
-def groups_problem(groups: int | None, kv_heads: int, ulysses: int) -> str | None:
-    """Every group has equally many key heads of each rank."""
-    if groups is None:
-        return None
-    here = kv_heads_of_a_rank(kv_heads, ulysses)
-    if isinstance(groups, int) and groups > 0 and here % groups == 0:
-        return None
-    return (
-        f"groups={groups!r} does not divide the {here} key heads that a rank attends to; leave it out, or use groups=1"
-    )
-
-
-def hardware_of(device: str) -> Hardware:
-    return HARDWARE[{"cuda": "h200", "tpu": "tpu"}.get(device, "cpu")]

@@ -206,8 +206,8 @@ def predict(
     out = shape.kv_bytes(1, kv_heads)
     grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0  # gradients travel in float32, or as the inputs
     block = out * plan.keys.tokens.shard_len
-    room = plan.transport.together or max(1, int(machine.room // block))
-    less = plan.transport.together or max(1, int(machine.room / (1 if grads == 1 else 4) // block))  # as ring steps do
+    room = plan.transport.together or machine.blocks_at_once(block)
+    less = plan.transport.together or machine.blocks_at_once(block * (1 if grads == 1 else 4))  # as ring steps do
     spread = Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs)
     one = plan.tokens.by_document
     steps = course(spread, 1 if one else min(room, plan.ring))

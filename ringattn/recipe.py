@@ -1,19 +1,19 @@
 """The recipe of a call: all that one rank decides before anything moves or computes. Plain Python; print it.
 
 It depends on the plan, the spec, the documents and the shapes, never on the numbers in tensors. A framework carries it
-out, step by step.
+out, step by step. `spmd.py` has that of JAX, where all ranks run one program.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ringattn.bands import work_of
 from ringattn.cost import Shape, kv_heads_of_a_rank
-from ringattn.kernels import Kernel, Problem, select
+from ringattn.kernels import TABLE, Kernel, Problem, select
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.rates import FEW, mask_of
 from ringattn.layout import Shard, to_local
@@ -68,6 +68,8 @@ class Pass(NamedTuple):
 @dataclass(frozen=True)
 class Recipe:
     """One kind of call on one rank. Equal recipes are carried out alike."""
+
+    table: ClassVar[tuple[Kernel, ...]] = TABLE  # of the framework's kernels
 
     mask: Mask
     shape: Shape  # of the whole sequence and all heads
@@ -156,17 +158,24 @@ class Recipe:
 
     def selected(self, rectangles: bool, backward: bool = False) -> Kernel:
         """The kernel for steps that all are few `rectangles`, or are not."""
+        return select(self.problem(rectangles), self.plan.kernel, self.table, backward)
+
+    @property
+    def rows(self) -> int | None:
+        """Queries x heads of a group on this rank, over the batch."""
+        return self.shape.batch * self.plan.tokens.shard_len * self.heads[0]
+
+    def problem(self, rectangles: bool) -> Problem:
+        """What a kernel must serve."""
         (heads, kv_heads), shape = self.heads, self.shape
         queries, keys, docs, key_docs = self.mask.arguments
         alone = self.plan.ring == 1 and key_docs is None and (docs is None or len(docs.starts) == 1)
         spec = self.mask.spec
-        problem = Problem(
+        return Problem(
             self.device, self.dtype, shape.head_dim, shape.value_dim, heads, kv_heads, spec.softcap is not None,
             rectangles, arch=self.arch, deterministic=self.deterministic,
-            rows=shape.batch * self.plan.tokens.shard_len * heads,
-            mask=kind_of(spec, (queries, keys), docs, key_docs, alone),
+            rows=self.rows, mask=kind_of(spec, (queries, keys), docs, key_docs, alone),
         )  # fmt: skip
-        return select(problem, self.plan.kernel, backward=backward)
 
     def refused(self) -> NotImplementedError | None:
         """Why no kernel serves every step of every rank: the same error on all ranks, before anything is sent.
@@ -199,14 +208,24 @@ class Recipe:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def lines(self) -> Iterator[str]:
-        shape, plan = self.shape, self.plan
+    @property
+    def wide(self) -> str:
+        """The dtype of sums."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def head(self, who: str) -> Iterator[str]:
+        """The call, in whole."""
+        shape, mask = self.shape, self.mask
         groups = f" in {self.groups} groups, one of which travels while another is computed" * (self.groups > 1)
         heads = f"{shape.heads} query and {shape.kv_heads} key heads of {shape.head_dim}, values of {shape.value_dim}"
-        yield f"{plan}"
-        yield f"  {self.mask.spec}; {'no documents' if self.mask.docs is None else self.mask.docs}"
-        yield f"  ring rank {self.rank}: batch {shape.batch}, {heads}, {self.dtype} on {self.device}{groups}"
-        grads = self.dtype if self.narrow else "float64" if self.dtype == "float64" else "float32"
+        docs = "no documents" if mask.among is None else "any documents, which are arguments of the program"
+        yield f"{self.plan}"
+        yield f"  {mask.spec}; {docs if mask.docs is None else mask.docs}"
+        yield f"  {who}: batch {shape.batch}, {heads}, {self.dtype} on {self.device}{groups}"
+
+    def lines(self) -> Iterator[str]:
+        yield from self.head(f"ring rank {self.rank}")
+        grads = self.dtype if self.narrow else self.wide
         passes = [("forward", self.forward, f"keys and values travel in {self.dtype}")]
         if self.gradients:
             passes.append(("backward", self.backward, f"the same, and their gradients in {grads}"))

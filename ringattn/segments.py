@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ringattn.layout import Shard
-from ringattn.planning import Plan, hardware_of
+from ringattn.machine import Link
+from ringattn.planning import Plan
 from ringattn.spec import raise_if
 
 Place = tuple[int, int, int]  # ring rank, Ulysses rank, which of its segments
@@ -94,7 +95,7 @@ class Way:
 class Road:
     """The sizes that the time of an exchange depends on."""
 
-    device: str
+    link: Link
     ring: int
     ranks: int
     passes: int
@@ -104,10 +105,9 @@ class Road:
 
     def seconds(self, way: Way) -> float:
         """The predicted time until the last rank has its state."""
-        hardware = hardware_of(self.device)
         if way.name == "gather":
-            return hardware.latency + (self.ranks - 1) * self.passes * self.map / hardware.link
-        hop = hardware.latency + self.state / way.pieces / hardware.link
+            return float(self.link.latency + self.link.transfer((self.ranks - 1) * self.passes * self.map, self.ranks))
+        hop = float(self.link.latency + self.link.transfer(self.state / way.pieces, way.pieces))
         return self.passes * (self.ring - 1 + way.pieces - 1) * hop
 
 
@@ -117,7 +117,7 @@ def choose(plan: Plan, requested: str, columns: int, value_dim: int, factor: int
     A column of a state has `columns` bytes; the factor of a map has `factor` such columns beside those of a state.
     """
     state, whole = columns * value_dim, columns * (factor + value_dim)
-    road = Road(plan.device, plan.ring, plan.ring * plan.ulysses, passes(plan), state, whole, value_dim)
+    road = Road(plan.link, plan.ring, plan.ring * plan.ulysses, passes(plan), state, whole, value_dim)
     return fastest(road, requested)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ringattn.check import of_arguments, of_memory
-from ringattn.cost import Hardware
-from ringattn.planning import dtype_name
+from ringattn.machine import Link, Machine
+from ringattn.sizes import dtype_name
 from ringattn.spec import raise_if, whole
 
 BLOCK = 64  # positions that lie together on one rank
@@ -146,8 +146,9 @@ MOVES = ("queries", "keys")
 
 
 def prefill_moves(
-    ranks: int, local: int, cached: int, heads: Heads, hardware: Hardware, hides: bool = True, beside: bool = True
-) -> Moves:
+    ranks: int, local: int, cached: int, heads: Heads, machine: Machine, link: Link, hides: bool = True,
+    beside: bool = True,
+) -> Moves:  # fmt: skip
     """Queries or keys, whichever leaves less time exposed, for `local` queries per rank and `cached` keys in all.
 
     Compute hides transfers, except that of the first queries, and that of all queries unless they travel `beside` it.
@@ -159,14 +160,14 @@ def prefill_moves(
     held = -(-max(0, cached - ranks * local * beside) // ranks)
     queries_sent = hops * local * heads.query_bytes
     sent = {"queries": queries_sent + hops * partials, "keys": hops * held * heads.key_bytes}
-    hidden = local * cached * heads.pair_flops / hardware.flops * hops / ranks * hides
-    merged = 2 * partials / hardware.memory * hides * (hops > 0)
+    hidden = local * cached * heads.pair_flops / machine.flops(heads.itemsize) * hops / ranks * hides
+    merged = 2 * partials / machine.bandwidth * hides * (hops > 0)
     pieces = -(-held // keys_at_once(local))
     transfers, visits = (min(1, hops) * pieces, 2 * pieces) if beside else (hops * pieces, ranks * pieces)
     steps = -(-hops // queries_at_once(local * heads.batch * heads.heads))
 
     def flight(nbytes: float, transfers: int) -> float:
-        return nbytes / hardware.link + transfers * hardware.latency
+        return float(link.transfer(nbytes, ranks) + transfers * link.latency)
 
     gathered = flight(sent["queries"], 2 * min(1, hops))
     if beside:
@@ -188,7 +189,7 @@ def queries_at_once(rows: int) -> int:
     return max(1, FILLING // max(1, rows))
 
 
-def exchange_way(nbytes: int, ranks: int, hardware: Hardware) -> str:
+def exchange_way(nbytes: int, ranks: int, link: Link) -> str:
     """How partials of `nbytes` per rank are merged into one on every rank.
 
     gather    every rank sends its partials to all, and each merges them: (ranks - 1) x nbytes, one transfer
@@ -196,18 +197,17 @@ def exchange_way(nbytes: int, ranks: int, hardware: Hardware) -> str:
 
     Either way every row is merged in rank order, so all ranks have the same bits.
     """
-    gather = hardware.latency + (ranks - 1) * nbytes / hardware.link
-    scatter = 2 * hardware.latency + 2 * (ranks - 1) * nbytes / ranks / hardware.link
+    gather = link.latency + link.transfer((ranks - 1) * nbytes, ranks)
+    scatter = 2 * link.latency + link.transfer(2 * (ranks - 1) * nbytes / ranks, ranks)
     return "gather" if gather <= scatter else "scatter"
 
 
-def exchange_over(nbytes: int, ranks: int, hardware: Hardware) -> str:
+def exchange_over(nbytes: int, ranks: int, machine: Machine) -> str:
     """The transport with which partials of `nbytes` per rank arrive sooner, if both are available.
 
     group       NCCL, which starts sooner: for a token
     symmetric   copy engines, which move faster: for large partials
     """
-    if not hardware.group_link:
-        return "group"
+    bandwidth, sooner = machine.group
     sent = (ranks - 1) * nbytes
-    return "group" if sent / hardware.group_link <= hardware.engines + sent / hardware.link else "symmetric"
+    return "symmetric" if bandwidth and sent / bandwidth > sooner + sent / machine.inside.bandwidth else "group"

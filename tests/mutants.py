@@ -46,7 +46,6 @@ PARTIAL = (
     "test_partial.py::test_an_lse_of_minus_infinity_is_an_empty_side",
 )
 STATES = tuple(f"test_linear_ranks.py::test_equals_the_recurrence[4-1-zigzag-{way}]" for way in ("gather", "ring"))
-SCAN = ("test_linear_ranks.py::test_a_scan_over_256_ranks_equals_the_sequential_result",)
 WORK = ("test_planning.py::test_work_is_counted_exactly_and_zigzag_balances_it",)
 BYTES = ("test_planning.py::test_gathered_bytes_are_the_bytes_of_the_blocks",)
 BELOW = ("test_serving.py::test_positions_are_balanced_at_any_length_and_below_counts_them",)
@@ -155,8 +154,8 @@ MUTANTS = (
            "(own + ahead).clip(begin, end)", JAX),
     Mutant("jax_source", "ringattn/jax/attention/steps.py", "(self.rank - distance) % self.keys.ring",
            "(self.rank + distance) % self.keys.ring", JAX),
-    Mutant("jax_gradients_home", "ringattn/jax/attention/steps.py",
-           "Hop(-self.distances[-1],", "Hop(self.distances[-1],", JAX),
+    Mutant("jax_gradients_home", "ringattn/spmd.py",
+           "Rotation(-self.distances[-1],", "Rotation(self.distances[-1],", JAX),
 )  # fmt: skip
 
 

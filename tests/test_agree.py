@@ -5,6 +5,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
+from ringattn.machine import load
 from ringattn.torch import agree, bind, check
 from ringattn.torch.linear import call as linear
 
@@ -88,10 +89,19 @@ def test_documents_after_none_are_a_new_kind(said):
     run(one, ring=2)
 
 
-def test_ranks_that_think_of_other_hosts_are_named():
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ([{"transport": ra.Transport("levels", hosts)} for hosts in (2, 4)],
+         r"route: ring rank 0 has levels 2 .*, .*3 has levels 4"),
+        ([{"machine": "cpu"}, {"machine": load("cpu").replace(room=1e6)}],
+         r"machine: ring rank 0 has CPU .* #\w+, .*3 has CPU .* #\w+"),
+    ],
+)  # fmt: skip
+def test_ranks_that_decide_by_other_hosts_or_another_machine_are_named(choices, words):
     def one(mesh):
-        plan = ra.plan(mesh, seq_len=32, transport=ra.Transport("levels", 2 + 2 * (mesh.rank // 2)))
-        with pytest.raises(ValueError, match=r"route: ring rank 0 has levels 2 .*, .*3 has levels 4"):
+        plan = ra.plan(mesh, seq_len=32, **choices[mesh.rank // 2])
+        with pytest.raises(ValueError, match=words):
             ra.attention(*qkv(), plan)
 
     run(one, ring=4, timeout=20)

@@ -131,7 +131,7 @@ def report(topology, layout, ring, a_device=512):
 
 slow, compile = pytest.mark.slow, pytest.mark.compile  # with other blocks or another network it takes longer
 CHIPS = [
-    ("v6e:2x4", "contiguous", 8),
+    pytest.param("v6e:2x4", "contiguous", 8, marks=slow),
     pytest.param("v5e:2x4", "zigzag", 8, marks=slow),
     pytest.param("v6e:16x16", "zigzag", 256, marks=compile),
     pytest.param("v4:2x2x2", "zigzag", 8, marks=compile),

@@ -17,11 +17,11 @@ from ringattn.kernels.attention import tiled
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import BALANCED, CASES, FEATURES, PLACES, Case
 from ringattn.mask import Mask, schedule_of
-from ringattn.planning import Transport
 from ringattn.spec import AttentionSpec
 from ringattn.torch import agree
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.ulysses import summed
+from ringattn.transport import Transport
 
 LIMIT = 2e-6
 

@@ -19,9 +19,9 @@ from ringattn.dealing import deal
 from ringattn.launch import words
 from ringattn.launch.verify.cases import FULL, Case
 from ringattn.layout import Layout
-from ringattn.planning import of_text
 from ringattn.ranks import Ranks
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.handles import of_text
 
 
 def mix(tokens, kind, rng):

@@ -131,6 +131,7 @@ def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
         assert row["overhead"] == 1 - row["ratio"]
 
 
+@pytest.mark.slow
 def test_every_candidate_of_a_plan_is_measured_beside_what_was_predicted(tmp_path, capsys):
     out, settings = tmp_path / "rows.jsonl", ["auto/256/4/2/causal", "cudnn/64/2/1/causal", "auto/128/4/2/short"]
     given = ["device=cpu", "head_dim=8", f"settings={','.join(settings)}", "within=9", "machine=cpu", f"out={out}"]

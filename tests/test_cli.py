@@ -153,14 +153,10 @@ def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
         assert f"the lengths are a GPU's; on a CPU use device=cpu tokens=1024{more}\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
-    [
-        pytest.param(("decode", "kv_heads=2"), marks=pytest.mark.slow),
-        pytest.param(("prefill", "kv_heads=2", "chunk=64"), marks=pytest.mark.slow),
-        ("ring", "kv_heads=2"),
-        pytest.param(("scan", "scan=ring"), marks=pytest.mark.slow),
-    ],
+    [("decode", "kv_heads=2"), ("prefill", "kv_heads=2", "chunk=64"), ("ring", "kv_heads=2"), ("scan", "scan=ring")],
     ids=lambda argv: argv[0],
 )
 def test_a_benchmark_says_each_row_as_it_comes(argv):
@@ -198,6 +194,7 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
             ["explain=call", "rank=1", "together=1"],
             "step 2: keys [0, 1024); from rank 0; rank 2 reads [0, 1024) of block 1\n",
         ),
+        (["explain=call", "device=tpu"], "  step 2: keys of rank r - 2; meanwhile keys go to rank r + 1 and gradients"),
     ],
     ids=" ".join,
 )

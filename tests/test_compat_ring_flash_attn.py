@@ -283,6 +283,7 @@ def test_ranks_and_groups_that_cannot_be_are_refused():
             compat.ring_flash_attn_func(q, q, q, group=group)
 
 
+@pytest.mark.slow
 def test_compiled():
     """Nothing was called before: the mesh is made in the first call."""
     x = torch.randn(1, 8, 2, 8, requires_grad=True)

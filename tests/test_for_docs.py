@@ -18,10 +18,10 @@ from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FULL, Case
 from ringattn.layout import Layout, count_below, positions_of
 from ringattn.mask import Mask, schedule_of
-from ringattn.planning import of_text
 from ringattn.ranks import Ranks
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.compiled import attention_op
+from ringattn.torch.handles import of_text
 
 parts = st.lists(st.integers(0, 3), min_size=1, max_size=9).filter(any)
 names = st.sampled_from(["contiguous", "zigzag"])

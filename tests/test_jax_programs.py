@@ -18,11 +18,12 @@ import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
 from ringattn.bands import bounds_at, families  # noqa: E402
 from ringattn.jax.attention.function import LSE, OUT  # noqa: E402
-from ringattn.jax.attention.steps import global_bounds, route_of  # noqa: E402
+from ringattn.jax.attention.steps import global_bounds  # noqa: E402
 from ringattn.kernels import Problem  # noqa: E402
 from ringattn.kernels.attention.libraries import jax_cudnn  # noqa: E402
 from ringattn.launch.verify.cases import FEATURES  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
+from ringattn.spmd import route_of  # noqa: E402
 
 LIMIT = 5e-6
 FITS_CUDNN = Problem("cuda", "bfloat16", 128, 128, heads=8, kv_heads=2, rectangles=True, arch=(9, 0))
@@ -79,6 +80,7 @@ def test_nothing_is_sent_to_a_device_unasked(small, plan):
         through(zigzag)(q, q, q)
 
 
+@pytest.mark.slow
 def test_a_program_for_any_batch_may_be_exported(small):
     """By jax.export, with a symbol for its size."""
     q = small[0]
@@ -125,6 +127,7 @@ def test_a_sink_that_nobody_sees_has_no_gradient_beside_padding(small, plan):
     close(found, jax.grad(partial(loss, lambda s: partial(ra.attention, docs=docs, sinks=s)))(sinks))
 
 
+@pytest.mark.slow
 def test_vmap_over_a_batch_of_batches_with_gradients(small, plan):
     more = [jnp.stack([x, 2 * x, x + 1]) for x in small]
 
@@ -134,6 +137,7 @@ def test_vmap_over_a_batch_of_batches_with_gradients(small, plan):
     close(grads(through(plan)), grads(ra.attention))
 
 
+@pytest.mark.slow
 def test_second_derivatives_equal_those_of_dense_float64():
     """A gradient penalty's, of every argument: the Hessian times the gradient. Padding, which sees no key, has none."""
     docs = ra.Docs.from_lengths([4, 5], pad_to=10)
@@ -164,6 +168,7 @@ def test_second_derivatives_equal_those_of_dense_float64():
 
 
 @pytest.mark.parametrize("kernel", ["splash", "stock_splash"])
+@pytest.mark.slow
 def test_a_kernel_that_has_no_second_derivatives_refuses_them(kernel):
     plan = ra.plan(rj.init_mesh(devices=jax.devices()[:1]), seq_len=8, kernel=kernel)
     x = jnp.ones((1, 8, 1, 8))
@@ -277,6 +282,7 @@ def test_shard_and_unshard_are_inverse_in_every_layout():
 # Decisions: made in Python, before anything runs.
 
 
+@pytest.mark.slow
 def test_traced_bounds_equal_the_specs_own():
     for case in FEATURES:
         plan = ra.Plan(case.seq_len, key_len=case.key_len)

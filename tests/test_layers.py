@@ -25,11 +25,14 @@ PLAIN = [
     "cost",
     "comms.axis",
     "ranks",
+    "sizes",
+    "transport",
     "planning",
     "mask",
     "predict",
     "simulation",
     "recipe",
+    "spmd",
     "segments",
     "check",
     "serving",
@@ -77,7 +80,7 @@ def test_kernels_import_only_kernels_and_spec():
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_plain_modules_import_only_those_below_them_and_no_framework(name):
     path = ROOT / "ringattn" / f"{name.replace('.', '/')}.py"
-    below = [f"ringattn.{n}" for n in PLAIN[: PLAIN.index(name)]] + ["ringattn.kernels"] * (name == "recipe")
+    below = [f"ringattn.{n}" for n in PLAIN[: PLAIN.index(name)]] + ["ringattn.kernels"] * (name in ("recipe", "spmd"))
     wrong = [n for n in ours(path) if not within(n, *below, *LAZY.get(name, ()))]
     assert not wrong, f"{path} imports {wrong}"
     assert not {n.split(".")[0] for n in imports(path)} & {"torch", "jax", "triton"}, path

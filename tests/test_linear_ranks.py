@@ -23,6 +23,7 @@ from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import linear_oracle
 from ringattn.launch.verify.linear_oracle import B, H, K, V, docs_of, errors, inputs, truth, worst
 from ringattn.layout import positions_of
+from ringattn.machine import load
 from ringattn.planning import Plan
 from ringattn.segments import WAYS, choose, order, segments
 from ringattn.torch.linear import call as linear
@@ -32,7 +33,7 @@ T = 61  # a prime: no number of ranks divides it
 LONG = 8 * 2 * 70 - 3  # segments of more than one chunk on eight ranks
 PACKED = ((20, 0, 11, 30), (1, 2, 50))
 FIRST_EMPTY = ((0, 33, 20), (0, 61))
-MESHES = [(r, 1, layout) for r in (2, 3, 4, 5, 6, 7, 8) for layout in ("contiguous", "zigzag")]
+MESHES = [(r, 1, layout) for r in (2, 3, 4, 7) for layout in ("contiguous", "zigzag")]
 MESHES += [(1, 4, "contiguous"), (2, 2, "contiguous"), (2, 2, "zigzag"), (2, 3, "zigzag"), (2, 4, "zigzag")]
 
 
@@ -64,7 +65,6 @@ def test_equals_the_recurrence(ring, ulysses, layout, scan):
 @pytest.mark.parametrize("gate", ["channel", "head", None])
 def test_every_gate_with_every_packing(ring, ulysses, layout, gate, lengths):
     check(ring, ulysses, layout, gate, lengths)
-    check(ring, ulysses, layout, gate, lengths, dtype=torch.float32, limit=2e-6)
     check(ring, ulysses, layout, gate, lengths, dtype=torch.float32, limit=2e-6, beta=True)
 
 
@@ -158,20 +158,17 @@ def test_the_benchmark_counts_the_same_bytes_for_any_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "scan", "backward"),
+    ("ranks", "layout", "scan", "backward"),
     [
-        ("contiguous", "gather", False),
-        ("zigzag", "ring", True),
-        ("zigzag", "pipeline", False),
+        *product([13], ("contiguous", "zigzag"), ("gather", "ring", "pipeline"), (False, True)),
+        pytest.param(256, "contiguous", "gather", False, marks=pytest.mark.slow),
         *(
-            pytest.param(*way, marks=pytest.mark.slow)
+            pytest.param(256, *way, marks=pytest.mark.slow)
             for way in product(("contiguous", "zigzag"), ("ring", "pipeline"), (False, True))
-            if way not in (("zigzag", "ring", True), ("zigzag", "pipeline", False))
         ),
     ],
 )
-def test_a_scan_over_256_ranks_equals_the_sequential_result(layout, scan, backward):
-    ranks = 256
+def test_a_scan_over_many_ranks_equals_the_sequential_result(ranks, layout, scan, backward):
     plan = Plan(seq_len=2 * ranks, ring=ranks, layout=layout)
     P, generator = segments(plan), torch.Generator().manual_seed(0)
     decay = torch.rand(ranks, P, 1, 2, 1, generator=generator, dtype=torch.float64)
@@ -220,9 +217,12 @@ def test_segments_follow_each_other_in_the_order_of_the_sequence():
 
 
 def test_the_way_states_travel_is_chosen_by_size():
-    few, many = Plan(seq_len=4096, ring=4, layout="zigzag"), Plan(seq_len=2**20, ring=256, layout="zigzag")
+    shared = load("cpu")
+    machine = shared.replace(inside=shared.inside.replace(sharing=1))
+    few, many = (Plan(n, ring, layout="zigzag", machine=machine) for n, ring in ((4096, 4), (2**20, 256)))
     small, large = 8 * 128 * 4, 64 * 256 * 4  # bytes of a column of a state
     assert choose(few, "auto", small, 128).name == "gather"
+    assert choose(few.replace(machine=shared), "auto", small, 128).name == "ring"  # four ranks send over one link
     assert choose(few, "auto", 2**21, 128).name in ("ring", "pipeline")  # no room for all of them
     assert choose(few, "auto", small, 128, factor=128).name == "pipeline"  # by the delta rule, maps are twice as large
     assert choose(many, "auto", large, 256).name == "pipeline"

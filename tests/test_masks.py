@@ -26,11 +26,11 @@ from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES, Case
 from ringattn.mask import Mask, schedule_of
-from ringattn.planning import Plan, of_text
+from ringattn.planning import Plan
 from ringattn.recipe import Sight
 from ringattn.slices import Mask as Slices
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.handles import docs_of, starts_of
+from ringattn.torch.handles import docs_of, of_text, starts_of
 
 KINDS = "full", "causal", "inverse", "both"
 

@@ -23,7 +23,7 @@ from ringattn.models.hf.attention import Asked, Call
 from ringattn.models.hf.choice import Spread
 from ringattn.models.hf.generate import RanksCache
 from ringattn.models.nn import Attention, GatedDeltaNet
-from ringattn.planning import Transport
+from ringattn.transport import Transport
 from ringattn.values import Value
 
 BF16, T = torch.bfloat16, 64

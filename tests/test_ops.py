@@ -96,6 +96,7 @@ def test_opcheck(kind: str) -> None:
     torch.library.opcheck(torch.ops.ringattn.attend_backward, args)
 
 
+@pytest.mark.slow
 def test_compile_sees_through_attend_and_merge() -> None:
     """One graph, no breaks, forward and backward, for two lengths."""
     impl = "tiled"

@@ -92,7 +92,7 @@ def test_a_masked_out_step_walks_one_entry_a_block_of_results():
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim", "rows", "softcap", "carried"),
     [
-        (2, 2, 64, 64, 1, None, False),
+        pytest.param(2, 2, 64, 64, 1, None, False, marks=pytest.mark.slow),
         (4, 1, 64, 32, 2, 2.0, True),
         pytest.param(2, 1, 128, 128, 1, None, True, marks=pytest.mark.slow),
     ],

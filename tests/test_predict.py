@@ -14,8 +14,9 @@ from ringattn.choosing import elsewhere, factored
 from ringattn.cost import Shape
 from ringattn.kernels.rates import RATES
 from ringattn.launch.bench.masks import MIXES, mixed
-from ringattn.planning import Plan, Transport
+from ringattn.planning import Plan
 from ringattn.predict import Rates, predict
+from ringattn.transport import Transport
 
 ROWS = Path(__file__).parent.parent / "benchmarks"
 
@@ -105,7 +106,16 @@ def test_on_many_hosts_the_ring_crosses_hosts_and_heads_or_levels_stay_within_on
     text = plan.explain()
     assert "hops between hosts hidden" in text.splitlines()[0] and "8 ranks a host, unless" in text
     assert first(plan)["forward"]["between_bytes"] > 0
-    assert first(planned(8, 2**17, machine="h100"))["forward"]["between_bytes"] == 0
+
+
+def test_bytes_that_a_rank_receives_are_counted_exactly():
+    """On one host: its share of all heads' q, k, v and out from the other Ulysses ranks, k and v from the ring."""
+    candidates = json.loads(planned(8, 2**17, machine="h100").explain(json=True))["candidates"]
+    assert {row["strategy"] for row in candidates} == {"ring", "gather", "ulysses"}
+    for row in candidates:
+        heads = (64 + 8) * 2 * (1 - 1 / row["ulysses"]) + 8 * 2 * (row["ring"] - 1)
+        assert row["forward"]["within_bytes"] == 2**17 / 8 * heads * 128 * 2, row
+        assert row["forward"]["between_bytes"] == 0
 
 
 def test_slow_links_choose_what_sends_less_over_them():

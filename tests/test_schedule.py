@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.bands import all_bands, bounds
 from ringattn.comms.local import run
-from ringattn.cost import HARDWARE, seen_pairs
+from ringattn.cost import seen_pairs
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import BALANCED, CASES, FEATURES, FULL, Case
 from ringattn.layout import LAYOUTS, Layout
+from ringattn.machine import load
 from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import GRAINS, Parts, Schedule, growing, seen
 from ringattn.spec import AttentionSpec, Docs
@@ -252,14 +253,15 @@ def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
 
 
 @pytest.mark.parametrize(("grads", "backward"), [("float32", 4), ("input", 2)])
-def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_are_wide(grads, backward, monkeypatch):
+def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_are_wide(grads, backward):
     """A vendor's kernel pays for each call; gradients in float32 need the room."""
     block = 2 * 4 * 16 * 2 * 8  # bytes: keys and values of 16 tokens
-    monkeypatch.setitem(HARDWARE, "cpu", replace(HARDWARE["cpu"], room=3 * block))
+    machine = load("cpu").replace(room=3 * block)
 
     def one(mesh):
         how = ra.Transport(grads=grads)
-        plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, strategy="ring", transport=how)
+        plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, strategy="ring", transport=how,
+                       machine=machine)  # fmt: skip
         q, k, v = (torch.ones(1, 16, h, 8, requires_grad=True) for h in (8, 2, 2))
         ra.attention(q, k, v, plan).sum().backward()
         (call,) = plan.calls.values()

@@ -12,13 +12,14 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
 from ringattn.comms.symmetric import SymmetricAxis
-from ringattn.cost import HARDWARE
+from ringattn.machine import load
 from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, keys_at_once, prefill_moves
 from ringattn.torch.inference import call as calls
 from ringattn.torch.inference import chunk, meeting
 from ringattn.torch.inference.cache import KVCache
 
-H200, CPU = HARDWARE["h200"], HARDWARE["cpu"]
+H200, CPU = load("h200"), load("cpu")
+NVLINK, GLOO = (H200, H200.inside), (CPU, CPU.inside)
 LLAMA = Heads(heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2)
 
 
@@ -32,20 +33,20 @@ def test_positions_are_balanced_at_any_length_and_below_counts_them():
 
 def test_keys_travel_while_they_are_few_and_queries_once_there_are_many():
     """A piece of keys has all partials read and written once more; of queries only the first are waited for."""
-    assert prefill_moves(4, 2048, 16384, LLAMA, H200).way == "keys"
-    assert prefill_moves(4, 2048, 2**20, LLAMA, H200).way == "queries"
-    assert prefill_moves(4, 4, 131072, LLAMA, H200).way == "queries"
-    assert prefill_moves(1, 2048, 131072, LLAMA, H200).exposed == {"queries": 0.0, "keys": 0.0}
+    assert prefill_moves(4, 2048, 16384, LLAMA, *NVLINK).way == "keys"
+    assert prefill_moves(4, 2048, 2**20, LLAMA, *NVLINK).way == "queries"
+    assert prefill_moves(4, 4, 131072, LLAMA, *NVLINK).way == "queries"
+    assert prefill_moves(1, 2048, 131072, LLAMA, *NVLINK).exposed == {"queries": 0.0, "keys": 0.0}
 
 
 def test_queries_that_are_gathered_first_hide_behind_nothing():
-    moves, gathered = (prefill_moves(4, 2048, 131072, LLAMA, H200, beside=beside) for beside in (True, False))
-    assert gathered.exposed["queries"] > gathered.sent["queries"] / H200.link > 3 * moves.exposed["queries"]
+    moves, gathered = (prefill_moves(4, 2048, 131072, LLAMA, *NVLINK, beside=beside) for beside in (True, False))
+    assert gathered.exposed["queries"] > gathered.sent["queries"] / H200.inside.bandwidth > 3 * moves.exposed["queries"]
     assert gathered.sent["queries"] == moves.sent["queries"] and gathered.way == "keys"
 
 
 def test_the_chunks_own_keys_which_all_are_sent_anyway_do_not_travel_again():
-    first, second = (prefill_moves(4, 2048, n * 8192, LLAMA, H200) for n in (1, 2))
+    first, second = (prefill_moves(4, 2048, n * 8192, LLAMA, *NVLINK) for n in (1, 2))
     assert (first.sent["keys"], first.exposed["keys"]) == (0, 0.0)
     assert second.sent["keys"] == 3 * 2048 * LLAMA.key_bytes
 
@@ -79,7 +80,7 @@ def test_queries_come_one_by_one_or_together_and_find_the_same(sizes, together, 
 
 def test_where_nothing_is_hidden_fewer_bytes_win():
     for cached in (1024, 65536):
-        moves = prefill_moves(4, 256, cached, LLAMA, CPU, hides=False)
+        moves = prefill_moves(4, 256, cached, LLAMA, *GLOO, hides=False)
         assert moves.way == min(moves.sent, key=moves.sent.get)
     assert "queries travel (queries: 19" in str(moves)
 
@@ -88,10 +89,18 @@ def test_a_hop_follows_the_chunk_and_not_the_prompt():
     assert keys_at_once(1) == 1024 and keys_at_once(4096) == 16384
 
 
+def test_a_piece_that_every_query_sees_whole_may_come_in_any_order():
+    begin, end = np.zeros((2, 1, 3), int), np.full((2, 1, 3), 8)  # of two ranks' keys
+    for at, keys, whole in (((), 8, True), ((1, 0, 0), 7, False)):
+        end[at or ...] = keys
+        where = chunk.within(begin, end, slice(2, 8), torch.device("cpu"), rectangles=True)
+        assert chunk.in_any_order(where, 12) == whole
+
+
 def test_small_partials_are_gathered_and_large_ones_shared_out():
-    assert exchange_way(32 * 129 * 4, 4, H200) == "gather"  # a token
-    assert exchange_way(64 * 32 * 129 * 4 * 16, 8, H200) == "scatter"  # 64 tokens of 16 rows
-    assert exchange_way(10**9, 2, H200) == "gather"  # of two ranks both send the same bytes
+    assert exchange_way(32 * 129 * 4, 4, H200.inside) == "gather"  # a token
+    assert exchange_way(64 * 32 * 129 * 4 * 16, 8, H200.inside) == "scatter"  # 64 tokens of 16 rows
+    assert exchange_way(10**9, 2, H200.inside) == "gather"  # of two ranks both send the same bytes
 
 
 def test_a_token_goes_by_what_starts_sooner_and_a_large_exchange_by_what_is_faster():
@@ -103,10 +112,9 @@ def test_a_token_goes_by_what_starts_sooner_and_a_large_exchange_by_what_is_fast
 def test_a_decode_asks_the_axis_for_the_transport_of_its_bytes(monkeypatch):
     asked = []
     monkeypatch.setattr(LocalAxis, "over", lambda self, transport: asked.append(transport) or self)
-    monkeypatch.setattr(calls, "hardware_of", lambda device: H200)
 
     def one(mesh):
-        plan = ra.plan(mesh, seq_len=4)
+        plan = ra.plan(mesh, seq_len=4, machine="h200")
         cache = KVCache.allocate(plan, batch=1, max_len=8, kv_heads=1, head_dim=8, dtype=torch.float32)
         x = torch.randn(1, 4, 1, 8)
         ra.prefill(*[plan.shard(x)] * 3, plan, cache)

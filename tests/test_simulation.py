@@ -7,17 +7,18 @@ from ringattn.candidates import Asked, compared, rates_of
 from ringattn.choosing import elsewhere, factored
 from ringattn.launch import words
 from ringattn.machine import load
-from ringattn.planning import Plan, Transport
+from ringattn.planning import Plan
 from ringattn.simulation import in_turn, play
 from ringattn.spec import AttentionSpec
+from ringattn.transport import Transport
 
 
 def given(machine, ranks, tokens, strategy="auto", route="auto", layout="zigzag", sizes=None):
     machine = load(machine)
     sizes = tuple(sizes or factored(ranks))
-    alone = Plan(tokens, heads=(64, 8), head_dim=128, axes=elsewhere("cuda", sizes).bind(1, 1))
+    alone = Plan(tokens, heads=(64, 8), head_dim=128, axes=elsewhere("cuda", sizes).bind(1, 1), machine=machine)
     how = Transport(route)
-    return Asked(alone, sizes, machine.gpus, strategy, layout, AttentionSpec(), None, "bfloat16", how, machine)
+    return Asked(alone, sizes, machine.gpus, strategy, layout, AttentionSpec(), None, "bfloat16", how)
 
 
 def played(asked, option, **trouble):

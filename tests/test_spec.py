@@ -16,9 +16,10 @@ from ringattn.comms.local import run
 from ringattn.launch.verify.cases import FEATURES
 from ringattn.layout import LAYOUTS, to_local
 from ringattn.mask import Mask, schedule_of
-from ringattn.planning import Plan, Transport
+from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import below, bounds_on, local, on_device, spread_on
+from ringattn.transport import Transport
 
 CPU = torch.device("cpu")
 

@@ -56,6 +56,7 @@ def test_a_checkpoint_of_a_gpu_is_of_its_step_and_goes_on(tmp_path):
         np.testing.assert_allclose(losses(tmp_path / f"from{step}"), whole[step:], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     over(1, {"saved": dataclasses.replace(TINY, save_every=5)}, tmp_path)
     path = tmp_path / "saved" / "checkpoints" / "step-00000005"
@@ -200,6 +201,7 @@ def test_a_run_without_checkpoints_says_so_last(tmp_path, capsys):
     assert last == "no weights were kept; save_every=N saves them every N steps and at the end"
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_one_line_a_step(tmp_path):
     """Steps after the checkpoint are done again, and so is what was measured at the end."""
     config = dataclasses.replace(TINY, save_every=2, keep=9, reference=True, steps=3)
@@ -379,6 +381,7 @@ def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys
     assert names("run=a,b") == ["a", "b"] and names("run=a", "steps=3") == ["a"] and names("steps=3,4") == [None] * 2
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_was(tmp_path):
     over(2, {"run": TINY}, tmp_path)
     about = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -4,9 +4,9 @@ Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128
 With sequence=N instead of ring and ulysses, the plan chooses both. `machine=h100` names the description by which times
 and memory are predicted, or a file; without one it is that of H200s. The steps show which rank works when, and what
 travels. With docs=LENGTHS the work is that of packed documents. With device=tpu, or where torch is not installed, the
-plan is one for JAX. The mask is drawn. explain=call shows instead what one rank does in a call of attention in torch:
+plan is one for JAX. The mask is drawn. explain=call shows instead what one rank does in a call of attention:
 groups of heads, every step with its ranges of keys, who reads what of this rank meanwhile, dtypes on the way, and
-kernels.
+kernels. In JAX it shows the program of all ranks, whose arguments documents are (on GPUs they are part of it).
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,12 @@ from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.commands.packed import MIXES, holdings, lengths_of
 from ringattn.launch.words import option
 from ringattn.machine import load, of_device
-from ringattn.mask import Mask, schedule_of
-from ringattn.planning import Plan, Transport
+from ringattn.mask import Mask, among_all, schedule_of
+from ringattn.planning import Plan
 from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.spmd import SharedRecipe
+from ringattn.transport import Transport
 
 RANKS, MOST = 65536, 1024  # ranks: of more no steps are shown, since what each pair of them works on is counted
 SHOWN, LINES = 10, 8  # ranks that are shown one by one; of more, so many steps
@@ -169,14 +171,19 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
 
 def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None) -> Recipe:
     """What a rank of the plan decides about a call with batch 1."""
-    if plan.framework == "jax":
-        raise ValueError("explain=call is for torch: in JAX one program serves all ranks; leave explain out")
     if options.rank >= plan.ring:
         raise ValueError(f"rank={options.rank}: the ring has {plan.ring} ranks, counted from 0")
     dtype = options.dtype or ("float32" if plan.device == "cpu" else "bfloat16")
     shape = plan.shape({"float64": 8, "float32": 4}.get(dtype, 2))
     assert shape is not None, plan
-    return Recipe(Mask(plan, spec, docs), shape, plan.device, dtype, rank=options.rank)
+    if plan.framework == "torch":
+        return Recipe(Mask(plan, spec, docs), shape, plan.device, dtype, rank=options.rank)
+    from ringattn.jax.attention import steps
+
+    known = docs is None or docs.parents is not None or docs.slices is not None or steps.cut_of(plan) is not None
+    mask = Mask(plan, spec, docs if known else None, among=None if known else among_all(spec, docs, None))
+    rectangles = known and steps.tables_of(mask) is not None
+    return SharedRecipe(mask, shape, plan.device, dtype, known=known, rectangles=rectangles)
 
 
 def moves(options: Options, device: str, one_host: bool) -> str:

@@ -14,9 +14,10 @@ from ringattn.choosing import elsewhere, factored
 from ringattn.explain import Option, spoken
 from ringattn.launch.words import option, writable
 from ringattn.machine import Machine, load
-from ringattn.planning import Plan, Transport
+from ringattn.planning import Plan
 from ringattn.simulation import draw, play, speeds, timeline
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.transport import Transport
 
 MOST, SHOWN = 65536, 8
 
@@ -82,11 +83,11 @@ def asked_of(options: Options, machine: Machine, seq_len: int, ranks: int | None
     docs = None if options.docs is None else Docs.from_lengths(options.docs, pad_to=seq_len)
     spec = AttentionSpec(causal=options.causal, window=options.window)
     target = elsewhere(machine.device, sizes, framework="jax" if machine.device == "tpu" else "torch")
-    alone = Plan(seq_len, heads=heads, head_dim=options.head_dim, axes=target.bind(1, 1))
+    alone = Plan(seq_len, heads=heads, head_dim=options.head_dim, axes=target.bind(1, 1), machine=machine)
     dtype = "float32" if machine.device == "cpu" else "bfloat16"
     strategy, layout = (options.strategy, options.layout) if ranks > 1 else ("auto", "auto")
     how = Transport(options.route if ranks > 1 else "auto")
-    return Asked(alone, tuple(sizes), machine.gpus, strategy, layout, spec, docs, dtype, how, machine)
+    return Asked(alone, tuple(sizes), machine.gpus, strategy, layout, spec, docs, dtype, how)
 
 
 def report(best: Option, machine: Machine, seconds: float, working: float) -> None:

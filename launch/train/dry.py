@@ -18,7 +18,6 @@ from ringattn.planning import Plan
 
 RECOMPUTES = ("none", "pointwise", "cheap", "block")  # less and less is kept
 AGAIN = {"none": 0.0, "pointwise": 0.0, "cheap": 0.5, "block": 1.0}  # of the products of forward that run twice
-GIB = 2**30
 
 
 def machine_of(config: Train) -> Machine:
@@ -60,17 +59,22 @@ def shapes(
         ("weights", f"{weights / 1e6:.2f} million in {config.model.layers} blocks"),
         ("a step", f"{config.seq_len} tokens x {a_step} sequences, {plan.local_len} tokens of each a rank"),
         ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(samples)} sequences"),
-        ("state", f"{gib(memory.state)} a rank: float32 weights, gradients, two moments"),
-        ("kept for backward", f"about {gib(memory.kept)} a rank"),
-        ("a block at work", f"about {gib(memory.block_at_work)} a rank"),
-        ("logits at work", f"about {gib(memory.head_at_work)} a rank: in float32, with softmax, gradient and weights"),
-        ("peak", f"about {gib(memory.most)} a rank: block and logits are not alive together"),
+        ("state", f"{in_words(memory.state)} a rank: float32 weights, gradients, two moments"),
+        ("kept for backward", f"about {in_words(memory.kept)} a rank"),
+        ("a block at work", f"about {in_words(memory.block_at_work)} a rank"),
+        (
+            "logits at work",
+            f"about {in_words(memory.head_at_work)} a rank: in float32, with softmax, gradient and weights",
+        ),
+        ("peak", f"about {in_words(memory.most)} a rank: block and logits are not alive together"),
         ("flops", f"{flops:.3g} a step"),
     ]
 
 
-def gib(size: float) -> str:
-    return f"{size / GIB:.3g} GiB"
+def in_words(size: float) -> str:
+    """Bytes in the unit that is read most easily."""
+    unit, name = next(((2**n, name) for n, name in ((30, "GiB"), (20, "MiB")) if size >= 2**n / 2), (2**10, "KiB"))
+    return f"{size / unit:.3g} {name}"
 
 
 def predicted(
@@ -109,7 +113,7 @@ def fits(config: Train, decoder: model.Decoder, plan: Plan, machine: Machine, ra
 
     least = most(config, plan.local_len, ranks)
     if least <= machine.memory:
-        return f"yes, {gib(least)} of {gib(machine.memory)}"
+        return f"yes, {in_words(least)} of {in_words(machine.memory)}"
     stronger = [r for r in RECOMPUTES[RECOMPUTES.index(config.strategy.recompute) + 1 :]
                 if most(recomputing(config, r), plan.local_len, ranks) <= machine.memory]  # fmt: skip
     would = [f"strategy.recompute={recompute}" for recompute in stronger[:1]]
@@ -117,7 +121,7 @@ def fits(config: Train, decoder: model.Decoder, plan: Plan, machine: Machine, ra
     shorter = first(lambda n: most(config, -(-plan.local_len // n), ranks) <= machine.memory)
     would += [f"{ranks * more} ranks"] if more else []
     would += [f"seq_len={config.seq_len // shorter}"] if shorter else []
-    return f"no, {gib(least)} of {gib(machine.memory)}; {' or '.join(would) or 'no number of ranks'} would do"
+    return f"no, {in_words(least)} of {in_words(machine.memory)}; {' or '.join(would) or 'no number of ranks'} would do"
 
 
 def first(enough: Callable[[int], bool]) -> int | None:

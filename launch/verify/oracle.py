@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ringattn import api, choosing
 from ringattn.launch.verify.cases import Case
-from ringattn.planning import Transport
 from ringattn.spec import AttentionSpec
 from ringattn.torch.sharding import own_positions
+from ringattn.transport import Transport
 from ringattn.values import fields
 
 Grads = dict[str, Tensor]

@@ -26,6 +26,7 @@ def describe(
         "plan": str(plan),
         "route": f"{how.route} {how.hosts} {how.together} {how.groups}",
         "transport.grads": how.grads,
+        "machine": plan.machine.label,
         "spec": str(spec),
         "plan.work": str(plan.work),
     }

@@ -1,20 +1,25 @@
 """A compiled graph holds tensors, numbers and strings: ops take a plan as its text, and documents as their starts.
 
+Where each batch has its own plan, for its documents, ops take its handle, a number, and the text that all these share.
+
 A call without a plan is for one device, and its lengths are those of the tensors. They may be symbolic while a graph is
 traced: then no plan is made until the op runs.
 """
 
 from collections.abc import Callable
 from functools import lru_cache
+from json import loads
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.planning import Plan, Transport, of_handle, of_text
-from ringattn.ranks import one_rank
-from ringattn.spec import Docs
+from ringattn import machine
+from ringattn.planning import LAID_OUT, NAMED, Plan
+from ringattn.ranks import LIVE, one_rank
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.transport import Transport
 
 HELD: dict[str, Plan] = {}  # the plans that compiled graphs use, by their text
 
@@ -99,6 +104,55 @@ def plan_of(text: str, seq_len: int, key_len: int, handle: Tensor | None = None)
 def spread(text: str) -> Any:
     """The plan while a graph is traced, for attributes that do not depend on lengths: ring, ulysses, layout."""
     return Alone(0, 0) if text == "" else of_text(text)
+
+
+def of_text(text: str) -> Plan:
+    """The plan with this text, while its axes live."""
+    number, _, rest = text.partition("\n")
+    axes = LIVE.get(int(number))
+    if axes is None:
+        raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")
+    if text not in axes.plans:
+        choices, described, docs = rest.split("\n")
+        values, transport = loads(choices)
+        given = dict(zip(NAMED, values, strict=True))
+        if docs:
+            numbers, length = loads(docs)
+            given["docs"] = Docs.decoded(np.array(numbers, np.int64), length)
+        if given["work"] is not None:
+            causal, window, *more = given["work"]
+            given["work"] = AttentionSpec(causal, tuple(window) if isinstance(window, list) else window, *more)
+        how = Transport(*transport)
+        keep(axes.plans, text, Plan(**given, transport=how, machine=machine.of_text(described), axes=axes))
+    plan: Plan = axes.plans[text]
+    return plan
+
+
+def of_handle(text: str, handle: int) -> Plan:
+    """The plan with these `choices` and this handle, which a graph takes as a number, so that it serves every batch.
+
+    It exchanges all heads at once: in how many groups would follow from its length, and a graph's backward depends on
+    that number.
+    """
+    axes = of_text(text).axes
+    if handle not in axes.plans:
+        plan = LAID_OUT.get(handle)
+        if plan is None:
+            raise RuntimeError("the plan of this batch is gone: hold it until backward is done")
+        if plan.ulysses > 1 and plan.transport.groups is None:
+            made = plan.replace(transport=plan.transport.replace(groups=1))
+            vars(made)["tokens"] = plan.tokens  # not dealt out again
+            plan = made
+        keep(axes.plans, handle, plan)
+    found: Plan = axes.plans[handle]
+    return found
+
+
+def keep(plans: dict[Any, Plan], key: str | int, plan: Plan) -> None:
+    """As many as batches can be on their way to backward; each may lay out other documents."""
+    if len(plans) == 256:
+        del plans[next(iter(plans))]
+    plans[key] = plan
 
 
 @constant

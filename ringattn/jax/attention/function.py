@@ -27,7 +27,7 @@ from ringattn.jax.check import check
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels.partial import NEVER, add_sinks, empty, sink_gradient
 from ringattn.kernels.varying import axes_of, vary
-from ringattn.mask import Mask
+from ringattn.mask import Mask, among_all
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs, register_in_jax
 
@@ -143,22 +143,6 @@ def call_of(
     return Call(Mask(plan, spec, *both, among), lse, padded, padded if key_docs is None else key_docs.padded)
 
 
-def among_all(spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None) -> AttentionSpec:
-    """A mask of the whole sequence that sees all that this one may see in any documents."""
-    if docs is None:
-        return spec
-    if docs.spans is not None or key_docs is not None or (spec.first and not spec.causal):
-        return AttentionSpec(causal=False)
-    if spec.first:
-        return AttentionSpec()
-    if spec.chunk is None:
-        return spec
-    if spec.causal:
-        return AttentionSpec(window=spec.behind)
-    left, right = (spec.chunk if n is None else min(n, spec.chunk) for n in spec.reach)
-    return AttentionSpec(False, (left, right))
-
-
 @lru_cache(maxsize=128)
 def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: Sequence[P]) -> Any:
     """(q, k, v, sinks), starts -> out, lse on global arrays; `tokens` is the sharding of q, k and v."""
@@ -202,10 +186,10 @@ def real_tokens(plan: Plan, starts: Any, docs_padded: bool) -> ulysses.Real:
 def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
     """Attention of a ring shard's queries over the keys of the whole ring: (out in q's dtype, lse)."""
     q, k, v, sinks = arrays
-    score, sight = step_of(q, k, v, call.mask, *starts)
+    recipe, score, sight = step_of(q, k, v, call.mask, *starts)
     start = None if sinks is None else add_sinks(empty(q, v.shape[-1]), sinks)
-    forward = gather_forward if call.mask.plan.strategy == "gather" else ring_forward
-    part = forward(q, k, v, call.mask, sight, score, start)
+    forward = gather_forward if recipe.gathers else ring_forward
+    part = forward(q, k, v, recipe, sight, score, start)
     return part.out.astype(q.dtype), part.lse
 
 
@@ -221,13 +205,13 @@ def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array])
     """Gradients in the dtypes of their inputs, accumulated in float32."""
     (q, k, v, sinks), starts, out, lse = saved
     dout, dlse = given
-    score, sight = step_of(q, k, v, call.mask, *starts)
+    recipe, score, sight = step_of(q, k, v, call.mask, *starts)
     lse = jnp.where(lse == NEVER, 0, lse)  # of empty rows, so that exp(-inf - lse) has a derivative
     delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
     delta = delta - dlse if call.lse else delta
     q, *rows = score.prepare(q, dout, lse, delta, out, dlse if call.lse else None)
-    backward = gather_backward if call.mask.plan.strategy == "gather" else ring_backward
-    grads = backward(q, k, v, call.mask, sight, score, tuple(rows))
+    backward = gather_backward if recipe.gathers else ring_backward
+    grads = backward(q, k, v, recipe, sight, score, tuple(rows))
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     return (dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)), None
 

@@ -12,46 +12,46 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringattn.comms.jax import MeshAxis
-from ringattn.jax.attention.steps import Hop, Hops, Score, Sight, route_of
+from ringattn.jax.attention.steps import Score, Sight
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.varying import axes_of, vary
-from ringattn.mask import Mask
+from ringattn.spmd import Flight, Rotation, SharedRecipe
 
 Pair = tuple[Array, Array]
 
 
 def ring_forward(
-    q: Array, k: Array, v: Array, mask: Mask, sight: Sight, score: Score, start: Partial | None
+    q: Array, k: Array, v: Array, recipe: SharedRecipe, sight: Sight, score: Score, start: Partial | None
 ) -> Partial:
     """Attention of this device's queries over all devices' keys, added up in float32 from `start`."""
-    axis = mask.plan.ring_axis
+    axis = recipe.plan.ring_axis
 
-    def step(hops: Hops, carry: tuple[Pair, Partial], distance: Any) -> tuple[Pair, Partial]:
+    def step(flight: Flight, carry: tuple[Pair, Partial], distance: Any) -> tuple[Pair, Partial]:
         keys, part = carry
-        arriving = rotate(axis, keys, hops.keys)
+        arriving = rotate(axis, keys, flight.keys)
         part = Partial(*score.attend(q, *keys, sight.at(distance), carry=part))
         return lax.optimization_barrier((arriving, part))
 
     first = start or empty(q, v.shape[-1])
-    return travel(route_of(mask).forward, step, vary(((k, v), first), axes_of(q, k, v, sight.begin)))[1]
+    return travel(recipe.route.forward, step, vary(((k, v), first), axes_of(q, k, v, sight.begin)))[1]
 
 
 def ring_backward(
-    q: Array, k: Array, v: Array, mask: Mask, sight: Sight, score: Score, rows: tuple[Array, ...]
+    q: Array, k: Array, v: Array, recipe: SharedRecipe, sight: Sight, score: Score, rows: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
 
     The work at home has two halves: dq while the keys start to travel, (dk, dv) while the others' return. A kernel
     without halves runs while they return, which takes longer, since gradients are float32.
     """
-    axis, route = mask.plan.ring_axis, route_of(mask)
+    axis, route = recipe.plan.ring_axis, recipe.route
 
-    def step(hops: Hops, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
+    def step(flight: Flight, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
         keys, dq, grads = carry  # the first of these steps adds to zero, or to the dq from home
-        arriving, following = rotate(axis, keys, hops.keys), rotate(axis, grads, hops.grads)
+        arriving, following = rotate(axis, keys, flight.keys), rotate(axis, grads, flight.grads)
         dq, dk, dv = score.attend_backward(q, *keys, sight.at(distance), *rows, dq=dq)
         arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
-        return arriving, dq, (dk, dv) if hops.grads is None else (following[0] + dk, following[1] + dv)
+        return arriving, dq, (dk, dv) if flight.grads is None else (following[0] + dk, following[1] + dv)
 
     k, v, rows = lax.optimization_barrier((k, v, rows))  # else XLA sends the first hop, and holds its memory, too early
     home = (q, k, v, sight.at(0), *rows)
@@ -69,19 +69,19 @@ def ring_backward(
     return dq, own[0] + returned[0], own[1] + returned[1]
 
 
-def travel(legs: list[tuple[Hops, list[int]]], step: Callable[..., Any], carry: Any) -> Any:
+def travel(legs: list[tuple[Flight, list[int]]], step: Callable[..., Any], carry: Any) -> Any:
     """Every step in turn; those with the same hops are one loop, however many there are."""
-    for hops, distances in legs:
+    for flight, distances in legs:
         if len(distances) == 1:
-            carry = step(hops, carry, distances[0])
+            carry = step(flight, carry, distances[0])
         else:
 
-            def looped(carry: Any, distance: Array, hops: Hops = hops) -> tuple[Any, None]:
-                return step(hops, carry, distance), None
+            def looped(carry: Any, distance: Array, flight: Flight = flight) -> tuple[Any, None]:
+                return step(flight, carry, distance), None
 
             carry, _ = lax.scan(looped, carry, jnp.asarray(distances, jnp.int32))
     return carry
 
 
-def rotate(axis: MeshAxis, pair: Any, hop: Hop | None) -> Any:
+def rotate(axis: MeshAxis, pair: Any, hop: Rotation | None) -> Any:
     return pair if hop is None else axis.rotate(pair, hop.shift, hop.senders).wait()

@@ -1,9 +1,8 @@
-"""The steps of one device: the ring's hops, the same on all devices, and its queries' intervals, traced by rank."""
+"""What the steps of a recipe need on a device: the kernel, and its queries' intervals, traced by rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -13,16 +12,16 @@ from jax import Array
 
 from ringattn.bands import Bands, covered, intervals
 from ringattn.comms.jax import automatic_axes, generation
-from ringattn.kernels.attention import pallas
+from ringattn.cost import Shape
 from ringattn.kernels.attention.libraries import jax_cudnn, jax_splash
 from ringattn.kernels.attention.pallas.blocks import Blocks, limit_of
 from ringattn.kernels.families import over_families_in_jax
 from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.layout import Layout, to_local
-from ringattn.mask import Mask, schedule_of
+from ringattn.mask import Mask
 from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec
+from ringattn.spmd import SharedRecipe
 
 
 class Score(NamedTuple):
@@ -32,69 +31,6 @@ class Score(NamedTuple):
     attend_backward: Callable[..., Any]
     prepare: Callable[..., Any]  # (q, dout, lse, delta, out, dlse) -> q and the rows that steps of a backward take
     halves: Callable[..., Any] | None = None  # as attend_backward, at the cost of only those gradients that are used
-
-
-class Hop(NamedTuple):
-    """One rotation: the distance, and the ranks whose block another rank still needs."""
-
-    shift: int
-    senders: tuple[int, ...]
-
-
-class Hops(NamedTuple):
-    """The hops in flight during one step: the keys of the next step, and the gradients of the previous one."""
-
-    keys: Hop | None
-    grads: Hop | None
-
-
-@dataclass(frozen=True)
-class Route:
-    """The distances at which some rank sees something, and the keys' hops between them."""
-
-    distances: tuple[int, ...]
-    hops: tuple[Hop, ...]
-    ring: int
-
-    @property
-    def forward(self) -> list[tuple[Hops, list[int]]]:
-        """The steps as runs of equal hops: (hops, distances)."""
-        return runs(self.distances, [Hops(hop, None) for hop in (*self.hops, None)])
-
-    @property
-    def backward(self) -> list[tuple[Hops, list[int]]]:
-        """The steps after the first. A gradient sets out one step after its keys, and all ranks take part."""
-        grads = [Hop(hop.shift, tuple(range(self.ring))) for hop in self.hops[1:]]
-        hops = [Hops(k, g) for k, g in zip((*self.hops[1:], None), (None, *grads), strict=True) if self.hops]
-        return runs(self.distances[1:], hops)
-
-    @property
-    def home(self) -> Hop | None:
-        """The last hop of the gradients."""
-        return Hop(-self.distances[-1], tuple(range(self.ring))) if self.hops else None
-
-
-def runs(distances: tuple[int, ...], hops: list[Hops]) -> list[tuple[Hops, list[int]]]:
-    """Consecutive steps with the same hops, together: they become one loop.
-
-    >>> runs((1, 2, 4), [Hops(None, None)] * 3)
-    [(Hops(keys=None, grads=None), [1, 2, 4])]
-    """
-    grouped = groupby(zip(hops, distances, strict=True), key=lambda pair: pair[0])
-    return [(flying, [d for _, d in pairs]) for flying, pairs in grouped]
-
-
-@lru_cache(maxsize=64)
-def route_of(mask: Mask) -> Route:
-    """The route without distances at which no rank sees anything, and without hops that no rank needs."""
-    schedule, everyone = schedule_of(mask), range(mask.plan.ring)
-    steps = [schedule.rounds(r, schedule.ring) for r in everyone]
-    pairs = list(pairwise(schedule.distances))
-    hops = [[(r, steps[r][i].hop) for r in everyone] for i in range(len(pairs))]
-    sends = [{r for r, hop in at if hop is not None and hop.send} for at in hops]
-    shifts = [b - a for a, b in pairs]
-    joined = {s: set().union(*(sends[i] for i in range(len(pairs)) if shifts[i] == s)) for s in shifts}
-    return Route(tuple(schedule.distances), tuple(Hop(s, tuple(sorted(joined[s]))) for s in shifts), schedule.ring)
 
 
 @dataclass(frozen=True)
@@ -253,43 +189,46 @@ class Sight(NamedTuple):
         return Intervals(self.begin, self.end, choice=choice, also=tuple(one.everywhere for one in self.also))
 
 
-def step_of(q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: Any, spans: Any) -> tuple[Score, Sight]:
-    """The kernel, bound to the spec."""
+def tables_of(mask: Mask) -> list[Table] | None:
+    """Of each family the rectangles of every ring rank; None if the kernel takes intervals, or if they are too many."""
+    cut = cut_of(mask.plan)
+    tables = [table_of(mask, cut, i) for i in range(len(mask.families))] if cut else []
+    return [table for table in tables if table] if tables and None not in tables else None
+
+
+def step_of(
+    q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: Any, spans: Any
+) -> tuple[SharedRecipe, Score, Sight]:
+    """The recipe, its kernel, and what the queries see."""
     plan = mask.plan
     known = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)
-    cut = cut_of(plan)
-    positions = shard_positions(plan.tokens, plan.ring_axis.rank)
-    seen = global_bounds(mask, positions, starts, key_starts, spans)
-    tables = [table_of(mask, cut, i) if cut and known else None for i in range(len(seen))]
-    rectangles = None not in tables
+    seen = global_bounds(mask, shard_positions(plan.tokens, plan.ring_axis.rank), starts, key_starts, spans)
+    tables = tables_of(mask) if known else None
     one, *others = (
-        Sight(*sides, plan.keys.tokens, plan.ring_axis.rank, table if rectangles else None)
-        for sides, table in zip(seen, tables, strict=True)
+        Sight(*sides, plan.keys.tokens, plan.ring_axis.rank, tables[i] if tables else None)
+        for i, sides in enumerate(seen)
     )
-    return score_of(q, k, v, mask.spec, plan, rectangles=rectangles, known=known), one._replace(also=tuple(others))
+    recipe = recipe_of(q, k, v, mask, rectangles=tables is not None, known=known)
+    return recipe, score_of(recipe), one._replace(also=tuple(others))
 
 
-def score_of(
-    q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan, rectangles: bool = False, known: bool = True
-) -> Score:
-    """The selected kernel, its scale, its softcap and its own options filled in."""
-    problem = pallas.Problem(
-        device=plan.device,
-        dtype=q.dtype.name,
-        head_dim=q.shape[-1],
-        value_dim=v.shape[-1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        softcap=spec.softcap is not None,
+def recipe_of(q: Array, k: Array, v: Array, mask: Mask, rectangles: bool = False, known: bool = True) -> SharedRecipe:
+    """The recipe of a call, from the queries and keys that a device has after the exchange of heads."""
+    (B, _, H, D), plan = q.shape, mask.plan
+    heads = H * plan.ulysses, k.shape[2] * plan.ulysses
+    shape = Shape(plan.seq_len, plan.keys.seq_len, *heads, D, v.shape[3], q.dtype.itemsize, B)
+    arch = generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None
+    return SharedRecipe(
+        mask, shape, plan.device, q.dtype.name, arch, deterministic=plan.deterministic, known=known,
         rectangles=rectangles,
-        known=known,
-        arch=generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None,
-        queries=q.shape[1],
-        deterministic=plan.deterministic,
-    )
-    kernel = pallas.select(problem, plan.kernel)
+    )  # fmt: skip
+
+
+def score_of(recipe: SharedRecipe) -> Score:
+    """The selected kernel, its scale, its softcap and its own options filled in."""
+    (kernel, problem), plan, spec = recipe.chosen, recipe.plan, recipe.mask.spec
     found: JaxKernel = over_families_in_jax(kernel.load())
-    given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap, **found.options(problem)}
+    given = {"scale": spec.scale_for(problem.head_dim), "softcap": spec.softcap, **found.options(problem)}
     if plan.blocks is not None:
         if kernel.name != "splash":
             raise ValueError(f"blocks={plan.blocks} are of the TPU kernel, and {kernel.name} runs; leave them out")

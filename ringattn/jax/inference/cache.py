@@ -39,7 +39,7 @@ from ringattn.check import (
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.sharding import batch_axes, check_context, moved, names_of, sequence_axes
-from ringattn.planning import LAST, Plan, hardware_of
+from ringattn.planning import LAST, Plan
 from ringattn.serving import Heads, Moves, Stripes, prefill_moves
 from ringattn.spec import raise_if
 
@@ -145,9 +145,9 @@ class KVCache(serving.KVCache):
 
     def moves(self, plan: Plan, heads: int) -> Moves:
         """What will travel when a chunk under `plan` attends to this cache, as if it were full, and what that costs."""
-        hardware, hides = hardware_of(plan.device), plan.device != "cpu"
+        road = plan.machine, plan.link, plan.device != "cpu"
         ranks, cached = self.stripes.ranks, min(self.max_len, self.k.shape[1])
-        return prefill_moves(ranks, plan.local_len, cached, self.heads_of(heads), hardware, hides, beside=False)
+        return prefill_moves(ranks, plan.local_len, cached, self.heads_of(heads), *road, beside=False)
 
     def exchanged_by(self, nbytes: int) -> str:
         return "gather"

@@ -29,15 +29,17 @@ from ringattn.check import (
     of_unknown,
     of_window,
 )
-from ringattn.jax.attention.steps import local_positions, looked_up, score_of
+from ringattn.jax.attention.steps import local_positions, looked_up, recipe_of, score_of
 from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
 from ringattn.jax.sharding import reordered
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
+from ringattn.mask import Mask
 from ringattn.packing import depths
-from ringattn.planning import Plan, heads_problem
+from ringattn.planning import Plan
 from ringattn.serving import MOVES, keys_at_once
+from ringattn.sizes import heads_problem
 from ringattn.spec import AttentionSpec, Docs, raise_if, whole
 
 
@@ -218,7 +220,7 @@ class Meeting(NamedTuple):
         """
         cache, size = self.cache, piece.k.shape[1]
         slots = cache.k.shape[1]
-        score = score_of(self.q, piece.k, piece.v, self.spec, cache.plan, known=False)
+        score = score_of(recipe_of(self.q, piece.k, piece.v, Mask(cache.plan, self.spec), known=False))
         for seen in self.visible(self.at):
             begin, end = (below(cache, side, source) for side in seen)
             origin = begin[:, :1] // slots * slots

@@ -10,7 +10,8 @@ from torch import nn
 
 from ringattn import choosing
 from ringattn.comms import mesh as meshes
-from ringattn.planning import DTYPES, Plan, heads_problem
+from ringattn.planning import Plan
+from ringattn.sizes import DTYPES, heads_problem
 from ringattn.spec import AttentionSpec
 from ringattn.values import Value
 

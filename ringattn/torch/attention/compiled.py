@@ -13,14 +13,13 @@ from torch import Tensor
 from ringattn.check import of_arguments, of_arrays
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels.arrays import fine
-from ringattn.planning import of_text
 from ringattn.spec import AttentionSpec, Docs, raise_if
 from ringattn.torch import check
 from ringattn.torch.attention import function as attention
 from ringattn.torch.attention.call import bind, bound
 from ringattn.torch.bind import CAUSAL
 from ringattn.torch.dispatch import differentiate, fake, op
-from ringattn.torch.handles import docs_of, plain, plan_of, spread, starts_of, text_and_handle, whole_on_one
+from ringattn.torch.handles import docs_of, of_text, plain, plan_of, spread, starts_of, text_and_handle, whole_on_one
 
 Numbers = tuple[Any, ...]  # of a spec: causal, window as a list, chunk, first, softcap, scale
 

@@ -17,7 +17,7 @@ from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import row_delta
-from ringattn.planning import heads_problem
+from ringattn.sizes import heads_problem
 from ringattn.spec import of_factor, raise_if
 from ringattn.torch.attention.steps import problem_of
 from ringattn.torch.check import of_tensors, of_types

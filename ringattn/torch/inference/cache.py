@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ringattn import check, serving
 from ringattn.layout import Layout
-from ringattn.planning import Plan, hardware_of
+from ringattn.planning import Plan
 from ringattn.serving import Heads, Moves, Stripes, exchange_way, prefill_moves
 from ringattn.spec import raise_if, whole
 from ringattn.torch.check import of_dense, of_meta, of_tangents, of_types
@@ -248,8 +248,8 @@ class KVCache(serving.KVCache):
     def moves(self, plan: Plan, heads: int) -> Moves:
         """What will travel when a chunk under `plan` attends to this cache, and what that costs."""
         cached = int(self.lengths.max()) + plan.seq_len
-        hardware, hides = hardware_of(plan.device), plan.device != "cpu"
-        return prefill_moves(self.ranks, plan.local_len, cached, self.heads_of(heads), hardware, hides)
+        road = plan.machine, plan.link, plan.device != "cpu"
+        return prefill_moves(self.ranks, plan.local_len, cached, self.heads_of(heads), *road)
 
     def heads_of(self, heads: int) -> Heads:
         """The sizes of a token here, with `heads` query heads."""
@@ -257,7 +257,7 @@ class KVCache(serving.KVCache):
         return Heads(heads, G, D, self.v.shape[-1], self.k.element_size(), B)
 
     def exchanged_by(self, nbytes: int) -> str:
-        return exchange_way(nbytes, self.ranks, hardware_of(self.plan.device))
+        return exchange_way(nbytes, self.ranks, self.plan.link)
 
     def holders(self) -> tuple[Holder, ...]:
         """The memories that hold this cache's keys: for a fork, first those that it shares."""

@@ -32,8 +32,9 @@ from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import form_of
-from ringattn.planning import Plan, hardware_of, heads_problem
+from ringattn.planning import Plan
 from ringattn.serving import MOVES, exchange_over, exchange_way, keys_at_once
+from ringattn.sizes import heads_problem
 from ringattn.spec import AttentionSpec, raise_if, whole
 from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Score, problem_of, score_with
@@ -126,8 +127,9 @@ def leg(axis: Axis, plan: Plan, q: Tensor, v: Tensor) -> tuple[Axis, bool]:
     Else each rank merges a share of the rows, and sends it to all.
     """
     columns = v.shape[-1] + 2  # out, and at most its maximum and sum
-    road = prod(q.shape[:3]) * columns * accumulator(q).itemsize, axis.size, hardware_of(plan.device)
-    return axis.over(exchange_over(*road)), exchange_way(*road) == "gather"
+    nbytes, size = prod(q.shape[:3]) * columns * accumulator(q).itemsize, axis.size
+    link = plan.link if axis is plan.ring_axis else plan.machine.inside
+    return axis.over(exchange_over(nbytes, size, plan.machine)), exchange_way(nbytes, size, link) == "gather"
 
 
 def bind_prefill(

@@ -8,11 +8,11 @@ from torch import Tensor
 from ringattn.check import returned_states
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
-from ringattn.planning import Plan, of_text
+from ringattn.planning import Plan
 from ringattn.segments import segments, uneven
 from ringattn.spec import Docs
 from ringattn.torch.dispatch import differentiate, fake, op
-from ringattn.torch.handles import docs_of, plan_of, spread, starts_of, text_of
+from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of
 from ringattn.torch.linear import function
 from ringattn.torch.linear.call import Given, LinearCall, bind, empty_states, problem, rows, selected
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.planning import Plan, of_text
+from ringattn.planning import Plan
 from ringattn.segments import order, segments, uneven
 from ringattn.spec import Docs
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.exchange import Exchange
-from ringattn.torch.handles import docs_of, plan_of, spread, starts_of, text_of, whole_on_one
+from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.linear.call import begins
 from ringattn.torch.linear.states import gathered
 from ringattn.torch.sharding import cached, own_positions

@@ -1,0 +1,87 @@
+"""The sizes that a plan is given: counted exactly, and refused with the remedy if they cannot be."""
+
+from typing import Any
+
+from ringattn.cost import kv_heads_of_a_rank
+from ringattn.spec import whole
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+SIZES = {
+    "seq_len": "a whole number of tokens, at least 1",
+    "key_len": "a whole number of tokens, at least 1",
+    "ring": "how many ranks the ring has, at least 1",
+    "ulysses": "how many ranks heads are spread over, at least 1",
+    "hosts": "on how many hosts the ring lies, at least 1 (None: as found)",
+    "together": "how many blocks a step may bring, at least 1 (None: auto)",
+    "groups": "in how many groups heads are exchanged, at least 1 (None: auto)",
+    "head_dim": "the size of a head, a whole number, at least 1",
+    "value_dim": "the size of a value, a whole number, at least 1 (None: head_dim)",
+}
+MOST = 2**53  # a float holds every whole number up to it
+NEEDED = ("seq_len", "ring", "ulysses")  # the others may be None
+
+
+def size_of(name: str, value: Any) -> Any:
+    """The size as an int, also from numpy's ints; None where that means to choose."""
+    if value is None and name not in NEEDED:
+        return None
+    size = whole(value)
+    if size is None or size < 1:
+        raise ValueError(f"{name}={value!r}: {SIZES[name]}")
+    if size > MOST:
+        raise ValueError(f"{name}={value!r}: at most {MOST}, up to which sizes are counted exactly")
+    return size
+
+
+def heads_of(heads: Any) -> tuple[int, int] | None:
+    """(query heads, key heads) from a pair, from one number for both, or None."""
+    if heads is None:
+        return None
+    pair = heads if isinstance(heads, (tuple, list)) else (heads, heads)
+    query, key = map(whole, pair) if len(pair) == 2 else (None, None)
+    if query is None or key is None:
+        raise ValueError(f"heads={heads!r}: (query heads, key heads), or one number for both")
+    return query, key
+
+
+def blocks_of(blocks: Any) -> tuple[int, int] | None:
+    """(queries, keys) of a block, multiples of 128, or None."""
+    if blocks is None:
+        return None
+    sizes = [whole(size) or 0 for size in blocks] if isinstance(blocks, (tuple, list)) else []
+    if len(sizes) != 2 or any(size < 128 or size % 128 for size in sizes):
+        raise ValueError(f"blocks={blocks!r}: (queries, keys), each a multiple of 128")
+    return sizes[0], sizes[1]
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype of torch, JAX or numpy, or of a string; a ValueError if attention does not support it."""
+    bare = dtype if isinstance(dtype, type) else getattr(dtype, "dtype", dtype)  # jnp.float32 is no dtype but has one
+    name = getattr(bare, "__name__", None) or getattr(bare, "name", None) or str(bare).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
+    return str(name)
+
+
+def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> str | None:
+    """Key heads divide query heads, and the Ulysses size divides query heads (key heads are repeated if necessary)."""
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        return f"{kv_heads} key heads do not divide {heads} query heads"
+    if heads % ulysses:
+        best = max(u for u in range(1, ulysses + 1) if heads % u == 0 and (ring * ulysses) % u == 0)
+        return (
+            f"ulysses={ulysses} does not divide {heads} query heads; use ulysses={best}, ring={ring * ulysses // best}"
+        )
+    return None
+
+
+def groups_problem(groups: int | None, kv_heads: int, ulysses: int) -> str | None:
+    """Every group has equally many key heads of each rank."""
+    if groups is None:
+        return None
+    here = kv_heads_of_a_rank(kv_heads, ulysses)
+    if isinstance(groups, int) and groups > 0 and here % groups == 0:
+        return None
+    return (
+        f"groups={groups!r} does not divide the {here} key heads that a rank attends to; leave it out, or use groups=1"
+    )
