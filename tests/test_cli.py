@@ -287,6 +287,14 @@ def test_random_calls_pass(capsys):
     }
 
 
+def test_random_calls_on_jax_devices_pass(capsys):
+    """300 of each kind: ringattn verify backend=jax random=300 cases=kind=attention (kind=cache, kind=linear)."""
+    pytest.importorskip("jax")
+    for kind in ("attention", "linear", "cache"):
+        assert words.main(["verify", "backend=jax", "random=2", f"cases=kind={kind}", "seed=60"]) == 0
+        assert "2 of 2 random calls pass" in capsys.readouterr().out
+
+
 def test_a_random_call_that_fails_is_repeated_by_the_line_it_prints(capsys, monkeypatch):
     def off(case, mesh, given, kernel="auto", **choices):
         found = exact(case, mesh, given, kernel, **choices)

@@ -124,7 +124,8 @@ def allowances(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
     gap = (dout @ v.mT - delta).abs()
     gap_off = delta_off + unit * (dout.abs() @ v.abs().mT)
     ds = p * gap * scores.slope
-    ds_off = (p_off * gap + p * gap_off) * scores.slope + p * gap * scores.slope_off + (dtype.low + unit) * ds
+    ds_off = (p_off * gap + p * gap_off) * scores.slope + p * (gap + gap_off) * scores.slope_off
+    ds_off = ds_off + (dtype.low + unit) * ds
     ds_off = (ds_off + dtype.lowest + dtype.least) * seen
     scale = case.spec.scale or case.head_dim**-0.5
     allowed["dq"] = (scale * ds_off @ k.abs()).transpose(1, 2)
