@@ -38,7 +38,7 @@ LAYOUTS = (
     "test_layout.py::test_every_position_is_on_exactly_one_rank_and_shards_are_sorted_and_equal",
     "test_layout.py::test_count_below_is_searchsorted",
 )
-NEEDED = ("test_schedule.py::test_needed_blocks_and_seen_pairs_are_what_the_dense_mask_says",)
+NEEDED = ("test_schedule.py::test_needed_blocks_and_seen_pairs_are_those_of_the_dense_mask",)
 ROUNDS = ("test_schedule.py::test_rounds_meet_exactly_what_is_needed_and_gradients_come_home",)
 REFERENCE = ("test_reference.py::test_forward_and_backward_are_the_definition",)
 PARTIAL = (
@@ -119,7 +119,7 @@ MUTANTS = (
     Mutant("cache_stripes", "ringattn/serving.py", "whole * self.block + np.minimum",
            "whole * self.block + 1 + np.minimum", BELOW),
     Mutant("cache_origin", "ringattn/serving.py", "np.asarray(position) - self.origin", "np.asarray(position)",
-           ("test_cache.py::test_cut_by_queries_by_keys_and_by_both",)),
+           ("test_cache.py::test_steps_split_by_queries_by_keys_and_by_both",)),
     Mutant("landing_rows", "ringattn/torch/inference/chunk.py",
            "source = mine if order is None else whereabouts(order)[mine]",
            "source = mine", CACHE),
