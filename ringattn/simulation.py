@@ -101,11 +101,11 @@ def ring_pass(
     lanes = np.arange(ulysses)
     links = {name: links_of(world, getattr(world.machine, name)) for name in ("inside", "between")}
     free = {name: np.zeros(int(ids.max()) + 1) for name, ids in links.items()}
-    held, begun, done = entered.copy(), entered.copy(), entered.copy()
+    begun, done = entered.copy(), entered.copy()
     for s in range(work.shape[1]):
         sender = steps.sender[:, s]
         rank = (sender[:, None] * ulysses + lanes).ravel()  # the sender's number, lane by lane
-        ready = np.maximum(held, begun)[sender] if steps.passed[s] else entered[sender]
+        ready = begun[sender] if steps.passed[s] else entered[sender]
         came = entered.ravel().copy()
         for name, tokens in (("inside", steps.near[:, s]), ("between", steps.far[:, s])):
             link = getattr(world.machine, name)
@@ -114,7 +114,6 @@ def ring_pass(
             sent = in_turn(ready.ravel(), seconds, free[name], links[name][rank])
             came = np.where(nbytes > 0, np.maximum(came, sent + link.latency), came)
         arrived = came.reshape(ring, ulysses)
-        held = arrived if steps.passed[s] else held
         begun = np.maximum(done, arrived)
         done = begun + world.varied(work[:, s, None] / world.speed)
         out.append([arrived, begun, done])

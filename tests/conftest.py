@@ -1,5 +1,6 @@
 """Set up before anything imports triton: without a GPU its kernels run in the interpreter."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -61,6 +62,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         for number, copy in enumerate(kept, start=1):
             os.dup2(copy, number)
             os.close(copy)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collections need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,7 +4,7 @@
 
 Both compute tiles of 1024 x 1024 at head dim 128 in bfloat16, on v6e. The compiler writes its last schedule to FOLDER;
 regions of it that no other long region lies in are the bodies of a grid step: with us one for tiles that are seen
-whole and one with a mask, in stock splash one for both.
+whole, forward one for tiles that only ends of intervals cut, and one with the whole mask; in stock splash one for all.
 """
 
 import json

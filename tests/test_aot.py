@@ -86,22 +86,42 @@ def test_blocks_are_written_queries_x_keys(capsys):
     assert "queries x keys" in capsys.readouterr().err
 
 
+HOP, HEADS = "collective-permute", "all-to-all"
+SENT = [  # on each generation; of rings see below, too
+    ("v6e:2x4", "gather", {"all-gather", "reduce-scatter"}),
+    ("v6e:2x4", "ulysses", {HEADS}),
+    ("v6e:2x4", "usp", {HOP, HEADS}),
+    ("v4:2x2x2", "usp", {HOP, HEADS}),
+    ("v5e:2x4", "usp", {HOP, HEADS}),
+    ("v5p:2x2x2", "ulysses", {HEADS}),
+    ("tpu7x:2x2x1", "gather", {"all-gather", "reduce-scatter"}),
+]
+
+
 @needs_compiler
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    ("topology", "strategy", "kinds"),
-    [
-        ("v6e:2x4", "gather", {"all-gather", "reduce-scatter"}),
-        ("v6e:2x4", "ulysses", {"all-to-all"}),
-        ("tpu7x:2x2x1", "gather", {"all-gather", "reduce-scatter"}),
-    ],
-)
+@pytest.mark.parametrize(("topology", "strategy", "kinds"), SENT)
 def test_every_strategy_sends_something(topology, strategy, kinds):
-    ring, ulysses = (1, 8) if strategy == "ulysses" else (8, 1)
+    ring, ulysses = {"ulysses": (1, 8), "usp": (4, 2), "gather": (8, 1)}[strategy]
+    strategy = "ring" if strategy == "usp" else strategy
     plan = ra.Plan(8192, ring, ulysses, strategy, "contiguous", heads=(8, 8), head_dim=128)
     found = ra.aot_report(topology, plan, docs=ra.Docs.from_lengths([5000, 3192]))
     assert found.forward.sent and found.backward.sent > found.forward.sent
-    assert {t.kind for t in found.backward.transfers} <= kinds, str(found)
+    assert {t.kind for t in found.backward.transfers} == kinds, str(found)
+
+
+@needs_compiler
+@pytest.mark.compile
+def test_a_caches_programs_write_it_in_place_and_send_something():
+    plan = ra.Plan(2048, 8, 1, "ring", "contiguous", heads=(8, 2), head_dim=128)
+    found = ra.aot_report("v6e:2x4", plan, cache=65536)
+    prefill, decode = found.programs
+    memory = 2 * 65536 // 8 * 2 * 128 * 2  # of a device's keys and values
+    assert (prefill.name, decode.name) == ("prefill", "decode") and prefill.sent > decode.sent > 0
+    assert all(memory <= p.arguments <= 1.5 * memory for p in found.programs), str(found)
+    assert decode.temporaries < memory / 4, str(found)
+    with pytest.raises(ValueError, match="leave out linear and docs"):
+        ra.aot_report("v6e:2x4", plan, cache=65536, linear="delta")
 
 
 @lru_cache(maxsize=8)
@@ -111,7 +131,7 @@ def report(topology, layout, ring, a_device=512):
 
 slow, compile = pytest.mark.slow, pytest.mark.compile  # with other blocks or another network it takes longer
 CHIPS = [
-    ("v6e:2x4", "contiguous", 8),
+    pytest.param("v6e:2x4", "contiguous", 8, marks=slow),
     pytest.param("v5e:2x4", "zigzag", 8, marks=slow),
     pytest.param("v6e:16x16", "zigzag", 256, marks=compile),
     pytest.param("v4:2x2x2", "zigzag", 8, marks=compile),
@@ -181,12 +201,12 @@ def test_a_backward_pass_of_long_shards_hides_its_hops_and_holds_no_copies():
 
 @needs_compiler
 @pytest.mark.compile
-def test_a_grid_step_takes_four_fifths_of_the_stock_kernels_bundles_and_backward_half(tmp_path):
-    """Of v6e's, on a whole tile of 1024 x 1024; with a mask no more than stock and three fifths."""
+def test_a_grid_step_takes_seven_tenths_of_the_stock_kernels_bundles_and_backward_half(tmp_path):
+    """Of v6e's, on a whole tile of 1024 x 1024; with a causal mask four and three fifths."""
     ours, stock = (count_bundles.of(which, tmp_path / which) for which in count_bundles.KERNELS)
     theirs = {"forward": stock["forward"][0], "backward": stock["dq"][0] + stock["dkv"][0]}
-    for name, whole_most, masked_most in (("forward", 0.8, 1.0), ("backward", 0.5, 0.6)):
-        whole, masked = ours[name]
+    for name, whole_most, masked_most in (("forward", 0.7, 0.8), ("backward", 0.5, 0.6)):
+        whole, masked, *_ = ours[name]
         assert whole <= whole_most * theirs[name], f"{name}: {whole} bundles, stock {theirs[name]}"
         assert masked <= masked_most * theirs[name], f"{name} with its mask: {masked} bundles, stock {theirs[name]}"
 

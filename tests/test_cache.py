@@ -69,7 +69,7 @@ def test_chunks_then_tokens_are_the_whole(sizes, move, chunk):
 
 @pytest.mark.parametrize("move", ["queries", "keys"])
 @pytest.mark.parametrize("keys", [1, 3, 7])
-def test_cut_by_queries_by_keys_and_by_both(move, keys):
+def test_steps_split_by_queries_by_keys_and_by_both(move, keys):
     q, k, v = draw(T=40)
     for spec in (ra.AttentionSpec(), ra.AttentionSpec(window=9)):
         expected = ra.attention(q.double(), k.double(), v.double(), spec=spec)
@@ -87,7 +87,12 @@ def with_the_decode_kernel(sizes, q, k, v, sinks, given):
 
 
 @pytest.mark.parametrize(
-    "sizes, given", [({"ring": 2}, {}), ({"ring": 1}, {"spec": ra.AttentionSpec(window=7, softcap=3.0)})], ids=str
+    "sizes, given",
+    [
+        pytest.param({"ring": 2}, {}, marks=pytest.mark.slow),
+        ({"ring": 1}, {"spec": ra.AttentionSpec(window=7, softcap=3.0)}),
+    ],
+    ids=str,
 )
 def test_the_decode_kernel_reads_lengths_on_the_device(sizes, given):
     pytest.importorskip("triton")
@@ -131,7 +136,7 @@ def over_gloo(q, k, v):
     return [generate(mesh, q[:, :T], k[:, :T], v[:, :T], chunk, 3) for chunk, T in lengths]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_gloo_processes(ranks):
     q, k, v = draw(T=540)
     expected = ra.attention(q.double(), k.double(), v.double())
@@ -162,11 +167,14 @@ def test_a_chunk_of_all_that_is_left_fits_a_copy_of_a_cache_with_a_window():
     cache = KVCache.allocate(
         plan, batch=1, max_len=60, kv_heads=2, head_dim=8, dtype=q.dtype, window=16, room=10, block=2
     )
-    prefill(*(x[:, :10] for x in (q, k, v)), plan, cache, spec=spec)
-    larger = cache.for_chunk(50)
-    assert larger.room() == 50 and larger.k.shape[1] > cache.k.shape[1] and cache.for_chunk(51) is cache
-    out = prefill(*(x[:, 10:] for x in (q, k, v)), plan.for_length(50), larger, spec=spec)
-    assert off(out, ra.attention(q.double(), k.double(), v.double(), spec=spec)[:, 10:]) <= LIMIT
+    for held in (10, 20, 30):
+        prefill(*(x[:, held - 10 : held] for x in (q, k, v)), plan, cache, spec=spec)
+        larger, rest = cache.for_chunk(60 - held), plan.for_length(60 - held)
+        assert larger.room() == 60 - held and cache.for_chunk(61 - held) is cache
+        assert cache.k.shape[1] < larger.k.shape[1] <= 60 - cache.stripes.origin + 2
+        out = prefill(*(x[:, held:] for x in (q, k, v)), rest, larger, spec=spec)
+        assert off(out, ra.attention(q.double(), k.double(), v.double(), spec=spec)[:, held:]) <= LIMIT
+    assert cache.stripes.origin > 0
 
 
 def test_a_window_cannot_be_taken_back_past_what_it_kept():

@@ -12,7 +12,7 @@ import ringattn as ra
 from ringattn.comms import messages
 from ringattn.comms.axis import Afterwards, Axis, Slices, Solo
 from ringattn.comms.local import run
-from ringattn.comms.mesh import axis, init_mesh
+from ringattn.comms.mesh import axis, hosts_along, init_mesh
 from ringattn.comms.process_group import CollectiveAxis
 from ringattn.kernels.attention import tiled
 from ringattn.launch.processes import RankError
@@ -92,6 +92,7 @@ def test_threads(size):
 def over_gloo() -> None:
     mesh = init_mesh(ring=4, device_type="cpu")
     exercise(CollectiveAxis(mesh.get_group("ring")))  # the collectives that NCCL uses
+    assert hosts_along(mesh, "ring") == 0  # one host of CPUs: any route is as fast
     a = axis(mesh, "ring")
     exercise(a)
     slices, held = Slices([torch.ones(2, 4, 3)], (range(2),)), []

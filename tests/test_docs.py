@@ -87,6 +87,7 @@ def test_every_command_is_documented():
     assert [name for name in COMMANDS if f"| `{name}` |" not in page] == []
 
 
+@pytest.mark.slow
 def test_every_picture_can_be_drawn_and_is_shown(tmp_path):
     pytest.importorskip("matplotlib")
     subprocess.run([sys.executable, ROOT / "docs/pictures/draw.py", tmp_path], check=True, env=ENVIRONMENT, timeout=300)

@@ -30,7 +30,7 @@ def mesh_of(*sizes, kind=AxisType.Auto):
 @pytest.mark.parametrize(
     ("sizes", "kernel", "kind"),
     [
-        ((1, 2, 2, 1, 2, 1), "splash", AxisType.Auto),
+        pytest.param((1, 2, 2, 1, 2, 1), "splash", AxisType.Auto, marks=pytest.mark.slow),
         ((1, 1, 2, 2, 1, 2), "reference", AxisType.Auto),  # the experts hold copies
         ((2, 1, 2, 1, 2, 1), "reference", AxisType.Explicit),
     ],

@@ -54,8 +54,8 @@ def check(found, tensors, spec=None):
 
 PLACES = [
     ({}, 17, "auto"),
-    ({"ring": 2, "layout": "zigzag"}, 512, "keys"),
-    ({"ring": 2, "ulysses": 2}, 17, "queries"),
+    pytest.param({"ring": 2, "layout": "zigzag"}, 512, "keys", marks=pytest.mark.slow),
+    pytest.param({"ring": 2, "ulysses": 2}, 17, "queries", marks=pytest.mark.slow),
     ({"ring": 4, "layout": "striped"}, 30, "keys"),
 ]
 
@@ -130,7 +130,7 @@ def test_keys_bound_what_a_chunk_needs_at_once(move):
     assert needed(100) < needed(1024) / 4
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", [pytest.param("Auto", marks=pytest.mark.slow), "Explicit"])
 def test_a_batch_and_heads_may_be_cut_too(kind):
     tensors, sinks = draw(T=14), torch.linspace(-1, 1, 4)
     expected = ra.attention(*(x.double() for x in tensors), sinks=sinks.double())
@@ -256,7 +256,7 @@ def test_gradients_through_a_cache_are_refused_and_what_needs_none_is_not():
         assert jax.eval_shape(jax.grad(lambda x, call=call: x * call(x)[0].argmax()), 1.0).shape == ()
 
 
-def test_what_is_wrong_is_said():
+def test_wrong_arguments_are_errors_with_a_remedy():
     q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
     cache = cache_of(k, v, ring=2)
     plan = cache.plan
@@ -279,6 +279,7 @@ def test_what_is_wrong_is_said():
     assert jax.jit(few.truncate)(jnp.array([5, 6], jnp.int8)).lengths.tolist() == [5, 6]
     for call, says in [
         (lambda: cache.append(k[:, :2], v[:, :3]), "k has 2 tokens, v 3; every new token has both"),
+        (lambda: ra.decode(q[:1], k, v, cache), "batch sizes differ: q 1, k 2, v 2"),
         (lambda: cache.truncate(2.7), "truncate to 2.7: one whole number"),
         (lambda: cache.truncate(jnp.float32(2.7)), "truncate to .*one whole number"),
         (lambda: cache.truncate(2**70), r"truncate to \[1180591620717411303424, .*the rows can go back from"),

@@ -26,7 +26,8 @@ from tests.test_jax_programs import LIMIT, close, expect, through  # noqa: E402
 small, plan = programs.small, programs.plan
 
 
-@pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_it_takes_local_arrays(small, plan, check_vma):
     tokens, sinks = P("data", ("ring", "ulysses")), jnp.arange(4.0)
     inside = jax.shard_map(
@@ -101,6 +102,7 @@ def spread(mesh, small, *spec):
     return [jax.device_put(x[:, :28], there) for x in small]
 
 
+@pytest.mark.slow
 def test_without_a_plan_explicit_sharding_says_where_everything_lies(small):
     """Two axes cut the tokens, one the heads; under jit and its transformations, with sinks and documents."""
     mesh = jax.make_mesh((2, 2, 2), ("outer", "inner", "tensor"), axis_types=(AxisType.Explicit,) * 3)
@@ -179,6 +181,7 @@ def test_axes_of_both_kinds_may_be_mixed(square, kinds):
 
 
 @pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
+@pytest.mark.slow
 def test_vmap_over_what_an_explicit_axis_cuts(square, attention):
     mesh, (q, k, v), placed = square
     rows = [x[:, None] for x in placed]
@@ -275,7 +278,8 @@ def test_without_a_plan_data_beside_what_is_traced_lies_alike(small):
     )
 
 
-def test_without_a_plan_data_at_hand_says_where_it_lies(small):
+@pytest.mark.slow
+def test_without_a_plan_concrete_arrays_are_computed_where_they_are_sharded(small):
     """On a mesh of automatic axes too; two axes of one size are not mistaken for each other."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     expected = ra.attention(*(x[:, :28] for x in small))
@@ -285,7 +289,7 @@ def test_without_a_plan_data_at_hand_says_where_it_lies(small):
         close(out, expected)
 
 
-def test_without_a_plan_what_cannot_be_known_is_refused(small):
+def test_without_a_plan_an_unknown_sharding_is_refused(small):
     auto, explicit = (
         jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2) for kind in (AxisType.Auto, AxisType.Explicit)
     )
@@ -314,7 +318,7 @@ def test_the_mesh_that_jax_holds_is_the_plans(small):
         assert cache.append(*small[1:]).lengths.tolist() == [30, 30]
 
 
-def test_the_mean_over_real_tokens_is_said_in_jax(plan):
+def test_the_mean_over_real_tokens_in_jax(plan):
     expect(["take the mean where plan.real_tokens()"], lambda: ra.token_mean(jnp.ones((1, 32)), plan))
 
 

@@ -123,6 +123,7 @@ def test_flax_layers_equal_those_of_torch(plan, name, given):
     close(dweights["out"]["kernel"][...].T, theirs.out.weight.grad.numpy(), 2e-5)
 
 
+@pytest.mark.slow
 def test_attention_fn_takes_flax_keywords(plan):
     nnx = pytest.importorskip("flax.nnx")
     from ringattn.jax import nn

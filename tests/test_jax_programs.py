@@ -80,6 +80,7 @@ def test_nothing_is_sent_to_a_device_unasked(small, plan):
         through(zigzag)(q, q, q)
 
 
+@pytest.mark.slow
 def test_a_program_for_any_batch_may_be_exported(small):
     """By jax.export, with a symbol for its size."""
     q = small[0]
@@ -126,6 +127,7 @@ def test_a_sink_that_nobody_sees_has_no_gradient_beside_padding(small, plan):
     close(found, jax.grad(partial(loss, lambda s: partial(ra.attention, docs=docs, sinks=s)))(sinks))
 
 
+@pytest.mark.slow
 def test_vmap_over_a_batch_of_batches_with_gradients(small, plan):
     more = [jnp.stack([x, 2 * x, x + 1]) for x in small]
 
@@ -135,6 +137,7 @@ def test_vmap_over_a_batch_of_batches_with_gradients(small, plan):
     close(grads(through(plan)), grads(ra.attention))
 
 
+@pytest.mark.slow
 def test_second_derivatives_equal_those_of_dense_float64():
     """A gradient penalty's, of every argument: the Hessian times the gradient. Padding, which sees no key, has none."""
     docs = ra.Docs.from_lengths([4, 5], pad_to=10)
@@ -165,6 +168,7 @@ def test_second_derivatives_equal_those_of_dense_float64():
 
 
 @pytest.mark.parametrize("kernel", ["splash", "stock_splash"])
+@pytest.mark.slow
 def test_a_kernel_that_has_no_second_derivatives_refuses_them(kernel):
     plan = ra.plan(rj.init_mesh(devices=jax.devices()[:1]), seq_len=8, kernel=kernel)
     x = jnp.ones((1, 8, 1, 8))
@@ -278,6 +282,7 @@ def test_shard_and_unshard_are_inverse_in_every_layout():
 # Decisions: made in Python, before anything runs.
 
 
+@pytest.mark.slow
 def test_traced_bounds_equal_the_specs_own():
     for case in FEATURES:
         plan = ra.Plan(case.seq_len, key_len=case.key_len)

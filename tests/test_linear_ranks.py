@@ -33,7 +33,7 @@ T = 61  # a prime: no number of ranks divides it
 LONG = 8 * 2 * 70 - 3  # segments of more than one chunk on eight ranks
 PACKED = ((20, 0, 11, 30), (1, 2, 50))
 FIRST_EMPTY = ((0, 33, 20), (0, 61))
-MESHES = [(r, 1, layout) for r in (2, 3, 4, 5, 6, 7, 8) for layout in ("contiguous", "zigzag")]
+MESHES = [(r, 1, layout) for r in (2, 3, 4, 7) for layout in ("contiguous", "zigzag")]
 MESHES += [(1, 4, "contiguous"), (2, 2, "contiguous"), (2, 2, "zigzag"), (2, 3, "zigzag"), (2, 4, "zigzag")]
 
 
@@ -65,7 +65,6 @@ def test_equals_the_recurrence(ring, ulysses, layout, scan):
 @pytest.mark.parametrize("gate", ["channel", "head", None])
 def test_every_gate_with_every_packing(ring, ulysses, layout, gate, lengths):
     check(ring, ulysses, layout, gate, lengths)
-    check(ring, ulysses, layout, gate, lengths, dtype=torch.float32, limit=2e-6)
     check(ring, ulysses, layout, gate, lengths, dtype=torch.float32, limit=2e-6, beta=True)
 
 
@@ -159,20 +158,17 @@ def test_the_benchmark_counts_the_same_bytes_for_any_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "scan", "backward"),
+    ("ranks", "layout", "scan", "backward"),
     [
-        ("contiguous", "gather", False),
-        ("zigzag", "ring", True),
-        ("zigzag", "pipeline", False),
+        *product([13], ("contiguous", "zigzag"), ("gather", "ring", "pipeline"), (False, True)),
+        pytest.param(256, "contiguous", "gather", False, marks=pytest.mark.slow),
         *(
-            pytest.param(*way, marks=pytest.mark.slow)
+            pytest.param(256, *way, marks=pytest.mark.slow)
             for way in product(("contiguous", "zigzag"), ("ring", "pipeline"), (False, True))
-            if way not in (("zigzag", "ring", True), ("zigzag", "pipeline", False))
         ),
     ],
 )
-def test_a_scan_over_256_ranks_equals_the_sequential_result(layout, scan, backward):
-    ranks = 256
+def test_a_scan_over_many_ranks_equals_the_sequential_result(ranks, layout, scan, backward):
     plan = Plan(seq_len=2 * ranks, ring=ranks, layout=layout)
     P, generator = segments(plan), torch.Generator().manual_seed(0)
     decay = torch.rand(ranks, P, 1, 2, 1, generator=generator, dtype=torch.float64)

@@ -64,13 +64,14 @@ def steps(kind: Callable[[str], Steps], route: str) -> tuple[int, int, int]:
     return before, living(), used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "route"),
     [
         (random_documents, "direct"),
-        pytest.param(random_lengths, "direct", marks=pytest.mark.slow),
-        pytest.param(random_documents, "relay", marks=pytest.mark.slow),
-        pytest.param(random_lengths, "relay", marks=pytest.mark.slow),
+        (random_lengths, "direct"),
+        (random_documents, "relay"),
+        (random_lengths, "relay"),
     ],
 )
 def test_200_steps_leave_memory_as_it_was(kind, route):
@@ -92,6 +93,7 @@ def ends_and_begins(folder: str, detail: bool) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detail", [False, True])
 def test_a_process_group_that_ends_takes_its_threads_and_connections_along(detail, tmp_path):
     for found in run(ends_and_begins, 2, str(tmp_path), detail):

@@ -11,6 +11,7 @@ from ringattn.kernels.attention.libraries import jax_splash  # noqa: E402
 from ringattn.kernels.attention.pallas import splash  # noqa: E402
 from ringattn.kernels.attention.pallas.blocks import Blocks, Shape, blocks_for  # noqa: E402
 from ringattn.kernels.attention.pallas.worklist import (  # noqa: E402
+    BEGUN,
     FIRST,
     LAST,
     WHOLE,
@@ -64,7 +65,7 @@ def test_work_lists_hold_every_seen_pair_of_blocks_once_and_no_other(seed):
     for work, stays in ((by_queries(ranges, keys // block), 0), (by_keys(ranges, keys // block), 1)):
         entries = np.asarray(work.entries)[:, : int(work.steps)]
         for row in range(rows):
-            pairs = [(int(staying(e)), int(passing(e)), int(e) & 15) for e in entries[row]]
+            pairs = [(int(staying(e)), int(passing(e)), int(e) & 31) for e in entries[row]]
             if stays == 1:
                 pairs = [(k, q, flags) for q, k, flags in pairs]
             some = {(q, k) for q, k in np.argwhere(tiles[row].any((1, 3)))}
@@ -73,6 +74,8 @@ def test_work_lists_hold_every_seen_pair_of_blocks_once_and_no_other(seed):
             assert len(working) == len(set(working))
             assert some <= set(working)  # an interval between two seen blocks may be walked, never one outside
             assert {(q, k) for q, k, flags in pairs if flags & WHOLE} == every
+            begun = np.asarray(where.begin)[row].reshape(-1, block).max(-1)
+            assert all(bool(flags & BEGUN) == (begun[q] <= k * block) for q, k, flags in pairs if flags & WORK)
             for flag in (FIRST, LAST):
                 marked = [pair[stays] for pair in pairs if pair[2] & flag]
                 assert sorted(marked) == list(range(queries // block if stays == 0 else keys // block))
@@ -89,7 +92,7 @@ def test_a_masked_out_step_walks_one_entry_a_block_of_results():
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim", "rows", "softcap", "carried"),
     [
-        (2, 2, 64, 64, 1, None, False),
+        pytest.param(2, 2, 64, 64, 1, None, False, marks=pytest.mark.slow),
         (4, 1, 64, 32, 2, 2.0, True),
         pytest.param(2, 1, 128, 128, 1, None, True, marks=pytest.mark.slow),
     ],
@@ -114,6 +117,22 @@ def test_equals_the_reference(heads, kv_heads, dim, value_dim, rows, softcap, ca
     expected = both(reference, reference.attend_backward)
     for backward in (splash.attend_backward, splash.halves):
         assert worst(both(splash, backward, blocks=SMALL, interpret=True), expected) < 1e-6
+
+
+def test_halves_of_a_block_of_queries_meet_all_of_its_keys():
+    """Blocks of more than 512 queries are computed in pieces: whole, cut by ends, and cut by begins too."""
+    rng, T = np.random.default_rng(3), 1024
+    q, k, v = (normal(rng, 1, T, 1, 64) for _ in range(3))
+    t = np.arange(T)
+    begin = np.where(t < 700, 0, 300)[None], np.minimum(t + 1, 800)[None]
+    where = Intervals(*(jnp.asarray(x, jnp.int32) for x in begin))
+    kinds = by_queries(Ranges.of(where, T, 256), 4).entries & (WORK | WHOLE | BEGUN)
+    assert set(kinds.flatten().tolist()) == {WORK | BEGUN, WORK}
+    found, expected = (
+        jax.jit(lambda q, k, v, f=f, how=how: f(q, k, v, where, scale=0.1, **how))(q, k, v)
+        for f, how in ((splash.attend, {"blocks": Blocks(T, 256), "interpret": True}), (reference.attend, {}))
+    )
+    assert worst(found, expected) < 1e-6
 
 
 def test_bfloat16_rounds_no_more_than_its_inputs_do():

@@ -106,7 +106,16 @@ def test_on_many_hosts_the_ring_crosses_hosts_and_heads_or_levels_stay_within_on
     text = plan.explain()
     assert "hops between hosts hidden" in text.splitlines()[0] and "8 ranks a host, unless" in text
     assert first(plan)["forward"]["between_bytes"] > 0
-    assert first(planned(8, 2**17, machine="h100"))["forward"]["between_bytes"] == 0
+
+
+def test_bytes_that_a_rank_receives_are_counted_exactly():
+    """On one host: its share of all heads' q, k, v and out from the other Ulysses ranks, k and v from the ring."""
+    candidates = json.loads(planned(8, 2**17, machine="h100").explain(json=True))["candidates"]
+    assert {row["strategy"] for row in candidates} == {"ring", "gather", "ulysses"}
+    for row in candidates:
+        heads = (64 + 8) * 2 * (1 - 1 / row["ulysses"]) + 8 * 2 * (row["ring"] - 1)
+        assert row["forward"]["within_bytes"] == 2**17 / 8 * heads * 128 * 2, row
+        assert row["forward"]["between_bytes"] == 0
 
 
 def test_slow_links_choose_what_sends_less_over_them():
@@ -126,7 +135,7 @@ def test_all_ranks_of_a_large_mesh_get_the_same_plan_from_a_cache():
     assert one == two and one.explain() == two.explain() and one.ring * one.ulysses == 1024
 
 
-def test_what_does_not_fit_is_said_with_what_would():
+def test_what_does_not_fit_is_an_error_that_names_what_would():
     text = planned(2, 2**24, machine="h100").explain()
     assert re.search(
         r"nothing fits: attention of a layer needs [\d.e+]+ GB a rank, .* (\d+) ranks would do, or \d+ tok", text

@@ -50,7 +50,7 @@ def worst_errors(cases: list[Case], device: str = "cpu", **choices: Any) -> list
     return found
 
 
-@pytest.mark.parametrize("ranks", GROUPS)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_equals_dense_float64(ranks):
     check(run(worst_errors, ranks, GROUPS[ranks]), GROUPS[ranks])
 

@@ -108,6 +108,7 @@ def test_over_processes():
         assert gradient.tolist() == [[0, 0, 0, 1, 2, 3, 0, 0, 6, 7, 8]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_global_jax_arrays(layout):
     jax = pytest.importorskip("jax")

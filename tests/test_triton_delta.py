@@ -11,7 +11,18 @@ from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import recurrent
 from ringattn.kernels.linear.triton import delta
 from ringattn.kernels.linear.triton.delta_decode import decode
-from tests.test_triton_linear import DOCUMENTS, MOST, ON_GPU, Case, check, distance, draw, same_bits, truth_of
+from tests.test_triton_linear import (
+    DOCUMENTS,
+    MOST,
+    ON_GPU,
+    Case,
+    check,
+    distance,
+    draw,
+    same_bits,
+    some_quick,
+    truth_of,
+)
 
 # In the interpreter the launch for gentle chunks overflows in strong ones, which the launch for strong ones repeats.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
@@ -42,9 +53,7 @@ def shortest(request: Any, monkeypatch: Any) -> int:
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
-@pytest.mark.parametrize(
-    "case", [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])], ids=str
-)
+@pytest.mark.parametrize("case", some_quick(CASES, (0, 1)), ids=str)
 def test_equals_the_recurrence_in_the_interpreter(case: Case, monkeypatch: Any) -> None:
     monkeypatch.setattr(delta, "SHORTEST", 1)
     check(case)
@@ -105,7 +114,8 @@ def test_a_segment_keeps_what_long_keys_stretch_as_much_as_gates_shrink(monkeypa
     assert distance(end, truth[1]) <= 1e-4
 
 
-@pytest.mark.parametrize("case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_kept_states_and_walked_ones_give_the_same_bits(case: Case) -> None:
     same_bits(case)
 

@@ -21,6 +21,7 @@ from ringattn.kernels.intervals import Intervals, stack
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import row_delta as row_delta_of
 from ringattn.spec import AttentionSpec, Docs
+from tests.test_triton_linear import some_quick
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -179,13 +180,15 @@ CASES = [
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some_quick(CASES, (0, 5, 6, 8, 9, 11, 12, 13, 15, 17, 19)), ids=str)
 def test_equals_the_reference_in_the_interpreter(case: Case) -> None:
     check(case, SMALL)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
-@pytest.mark.parametrize("case", [c for c in CASES if c.mask in ("causal", "docs", "random")][::2], ids=str)
+@pytest.mark.parametrize(
+    "case", some_quick([c for c in CASES if c.mask in ("causal", "docs", "random")][::2], (0,)), ids=str
+)
 def test_descriptors_load_what_pointers_load(case: Case) -> None:
     check(case, DESCRIBED)
 
@@ -384,7 +387,7 @@ def test_threads_compile_and_interpret_one_after_the_other() -> None:
     """Triton's interpreter has one state for all threads: each would see the program number of another."""
     q, k, v = (torch.randn(1, 96, 2, 32, device=DEVICE) for _ in "qkv")
     end = torch.arange(1, 97, dtype=torch.int32, device=DEVICE)[None]
-    calls = [lambda: attend(q, k, v, Intervals(end * 0, end), scale=0.2, table=SMALL)] * 12
+    calls = [lambda: attend(q, k, v, Intervals(end * 0, end), scale=0.2, table=SMALL)] * 4
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

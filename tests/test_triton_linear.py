@@ -20,6 +20,11 @@ MOST = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}  # relative error in
 NAMES = ("out", "end", "dq", "dk", "dv", "dstart", "dg", "dbeta")
 
 
+def some_quick(cases: list[Any], quick: tuple[int, ...]) -> list[Any]:
+    """The cases as parameters; those whose numbers are not among `quick` are slow."""
+    return [c if i in quick else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(cases)]
+
+
 @dataclass(frozen=True)
 class Case:
     """A shape, its gates by name and strength, and where documents begin."""
@@ -159,7 +164,7 @@ ON_GPUS = [*CASES, Case("head"), Case("none"), Case(decay=20.0), Case(begins=DOC
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some_quick(CASES, (1, 4, 9, 10, 11)), ids=str)
 def test_equals_the_recurrence_in_the_interpreter(case: Case) -> None:
     check(case)
 
@@ -204,7 +209,7 @@ KEEPS = [Case(begins=DOCUMENTS, decay=20.0, H=1), Case("head", T=40, H=1), Case(
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
-@pytest.mark.parametrize("case", KEEPS, ids=str)
+@pytest.mark.parametrize("case", some_quick(KEEPS, (1,)), ids=str)
 def test_kept_states_and_walked_ones_give_the_same_bits_in_the_interpreter(case: Case) -> None:
     same_bits(case)
 

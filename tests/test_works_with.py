@@ -93,6 +93,7 @@ def check_close(found: list[Any], expected: list[Any], atol: float = 1e-5) -> No
         )
 
 
+@pytest.mark.slow
 def test_compile_fullgraph_on_one_device():
     torch._dynamo.reset()
     plain, compiled = compiled_and_not(1, 1, None)
@@ -142,13 +143,13 @@ def test_backward_needs_nobody_to_keep_the_plan(function):
     x = torch.ones(1, 4, 2, 8, requires_grad=True)
     for _ in range(2):  # what is worked out for the first plan is found for the second one, which is its equal
         loss = function(x, ra.plan(seq_len=4)).sum()
-        gc.collect()
+        gc.collect(1)  # the plan is young: a whole collection takes seconds beside all that tests import
         loss.backward()
     assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
-def test_what_is_padding_is_known_where_the_tensors_are(function):
+def test_padding_is_masked_on_the_device_of_the_tensors(function):
     """A plan without a mesh is made for the default device, a call without a plan for CPUs."""
     x, docs = torch.randn(1, 8, 2, 8), ra.Docs.from_lengths([3, 2], pad_to=8)
     elsewhere = ra.plan(seq_len=8).replace(axes=one_rank("meta"))
@@ -157,7 +158,7 @@ def test_what_is_padding_is_known_where_the_tensors_are(function):
     assert ra.token_mean(losses, elsewhere, docs=docs) == ra.token_mean(losses, ra.plan(seq_len=8), docs=docs)
 
 
-def test_documents_are_known_whatever_the_default_device_is():
+def test_documents_are_read_whatever_the_default_device_is():
     x, docs, weight = torch.randn(1, 64, 2, 4), ra.Docs.from_lengths([1] * 64), torch.ones(8, 3)
     for call in (
         lambda: ra.linear_attention(x, x, x, docs=docs),
@@ -182,7 +183,7 @@ def test_a_compiled_function_takes_one_plan_after_another(function):
     for length in (4, 4, 6):
         x = torch.ones(1, length, 2, 4, requires_grad=True)
         loss = compiled(x, ra.plan(seq_len=length)).sum()
-        gc.collect()
+        gc.collect(1)  # the plan is young: a whole collection takes seconds beside all that tests import
         loss.backward()
         assert x.grad.isfinite().all()
 
@@ -228,7 +229,7 @@ def test_a_pass_with_fake_tensors_leaves_none_behind(call):
     [
         Docs.from_lengths,
         pytest.param(lambda n: Docs.from_cu_seqlens(np.cumsum([0, *n])), marks=pytest.mark.slow),
-        lambda n: Docs(np.cumsum([[0, *n]], 1), 8),
+        pytest.param(lambda n: Docs(np.cumsum([[0, *n]], 1), 8), marks=pytest.mark.slow),
     ],
 )
 def test_documents_may_be_made_in_a_compiled_function(make):
@@ -479,7 +480,7 @@ def test_a_thread_waits_for_what_another_one_is_importing():
 
 
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_compiled_function_takes_batches_and_lengths_as_they_come(function, dynamic):
     """Without a plan, and nothing was called eagerly before; with one, any batch."""
     torch._dynamo.reset()

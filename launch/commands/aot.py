@@ -33,8 +33,9 @@ class Options:
     softcap: float | None = option(None, "the soft cap of scores")
     docs: list[int] = option([], "the lengths of packed documents, known to the program: 40000,20000,5536")
     linear: str | None = option(None, "linear attention instead, with kv_heads gates: gated or delta")
+    cache: int | None = option(None, "prefill of seq_len tokens and decode of one instead, with a cache of so many")
     blocks: list[str] = option([], "also try these blocks of queries x keys, one by one: 512x512,1024x2048")
-    text: str | None = option(None, "also write the two scheduled programs to PATH.forward and PATH.backward")
+    text: str | None = option(None, "also write both scheduled programs, to PATH.forward and so on, by their names")
 
 
 def run(options: Options) -> int:
@@ -51,14 +52,14 @@ def run(options: Options) -> int:
     try:
         report = aot.aot_report(
             options.topology, plan, spec=spec, docs=docs, batch=options.batch, dtype=options.dtype,
-            linear=options.linear,
+            linear=options.linear, cache=options.cache,
         )  # fmt: skip
         print(report)
         for size, verdict in aot.fits(options.topology, plan, sizes, options.dtype).items() if sizes else ():
             print(f"blocks {size}: {verdict}")
     except RuntimeError as error:  # JAX's and libtpu's own
         raise ValueError(str(error)) from error
-    for program in (report.forward, report.backward) if options.text else ():
+    for program in report.programs if options.text else ():
         Path(f"{options.text}.{program.name}").write_text(program.text)
     return 0
 

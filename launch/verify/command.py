@@ -8,6 +8,7 @@ Linear attention, gated and with the delta rule, must equal its recurrence: out,
     torchrun --nproc-per-node=4 -m ringattn verify             the ranks that were started
     ringattn verify random=100 seed=7                          random calls: any shape, mask, mesh, magnitude and dtype
     ringattn verify random=100 cases=balanced                  those of the balanced layout
+    ringattn verify backend=jax random=300                     on JAX arrays, over the devices that jax sees
     ringattn verify model=FOLDER ranks=2 tokens=4096           a transformers model (also by name) against itself
 
 Runs the tests' list of cases with every strategy and layout that this number of ranks allows, with NaN in the padding.
@@ -59,7 +60,9 @@ KINDS: dict[type, Any] = {drawn.Call: drawn, Case: attention, linear_oracle.Case
 @dataclass(frozen=True)
 class Options:
     ranks: int | None = option(None, "number of ranks (4; random calls on threads: 1 to 8; under torchrun: all)")
-    backend: str = option("threads", "threads of this process, or processes", among=("threads", "gloo", "nccl"))
+    backend: str = option(
+        "threads", "threads of this process, processes, or JAX's devices", among=("threads", "gloo", "nccl", "jax")
+    )
     device: str = option("cpu", "where it runs", among=("cpu", "cuda"))
     cases: tuple[str, ...] = option((), "only cases, or random calls, that have one of these words (default: all)")
     kernel: str = option("auto", "auto, or the name of a kernel")
@@ -102,6 +105,9 @@ class Outcome:
 
 def run(options: Options) -> int:
     """Run the cases and print each strategy's and layout's worst errors; 0 if every one is within its limit."""
+    if options.backend == "jax":
+        os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # of a CPU, before jax starts
+        options = replace(options, dtype=options.precision)
     check(options)
     if options.model is not None:
         return model.run(options)
@@ -138,6 +144,8 @@ def joined(options: Options) -> Options:
 
 def check(options: Options) -> None:
     """A ValueError for options that do not go together, or not with this machine."""
+    if options.backend == "jax" and (options.kernel != "auto" or options.device != "cpu" or options.model):
+        raise ValueError("backend=jax runs on jax's own devices with their kernel; leave out kernel=, device=, model=")
     known = dict.fromkeys(kernel.name for kernel in (*kernels.TABLE, *linear.TABLE))
     if options.kernel not in ("auto", *known):
         raise ValueError(f"kernel={options.kernel!r}: choose one of auto, {', '.join(known)}")
@@ -164,9 +172,13 @@ def check(options: Options) -> None:
 def chosen(options: Options) -> list[AnyCase]:
     every: Iterable[AnyCase] = (*placed(options.count), *linear_oracle.placed(options.count))
     if options.random:
-        ranks = options.ranks if options.backend == "threads" else options.count
-        how = ranks, options.dtype, options.kernel, options.device
+        ranks = options.ranks if options.backend in ("threads", "jax") else options.count
+        how = ranks, options.dtype, options.kernel, "jax" if options.backend == "jax" else options.device
         every = (drawn.draw(options.seed + i, *how) for i in range(RARE * options.random))
+    if options.backend == "jax":
+        from ringattn.launch.verify import devices
+
+        every = filter(devices.runs_here, every)
     fits = (c for c in every if not options.cases or any(word in str(c) for word in options.cases))
     return list(islice(fits, options.random or None))
 
@@ -188,8 +200,9 @@ def everyone(options: Options, started: bool) -> list[Sequence[dict[str, Any]]]:
     """Case by case what every rank found."""
     if started:
         by_rank = messages.gather(one_process(options))
-    elif options.backend == "threads":
-        return [threads(options, case) for case in chosen(options)]
+    elif options.backend in ("threads", "jax"):
+        one = threads if options.backend == "threads" else on_devices
+        return [one(options, case) for case in chosen(options)]
     else:
         by_rank = processes.run(one_process, options.count, options, backend=options.backend, timeout=options.timeout)
     return list(zip(*by_rank, strict=True))
@@ -207,6 +220,23 @@ def threads(options: Options, case: AnyCase) -> list[dict[str, Any]]:
         return local.run(one, ring=case.ring, ulysses=case.ulysses)
     except Exception as error:
         if options.random:  # the next calls may be right, and this one is to be repeated
+            return [{"broken": f"{type(error).__name__}: {error}"}]
+        raise
+
+
+def on_devices(options: Options, case: AnyCase) -> list[dict[str, Any]]:
+    """One case on JAX arrays; its results are whole."""
+    from ringattn.launch.verify import devices
+
+    try:
+        return [
+            {
+                "errors": devices.errors(case, KINDS[type(case)].known(case, options.precision), options.kernel),
+                "share": None,
+            }
+        ]
+    except Exception as error:
+        if options.random:
             return [{"broken": f"{type(error).__name__}: {error}"}]
         raise
 

@@ -8,6 +8,7 @@ element of every result is held to what rounding allows it (`rounding.py`).
 import math
 import random
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -112,8 +113,58 @@ def attention(
     case = Case("random", ring, ulysses, strategy, layout, spec, **sizes, **packed, sinks=r.random() < 0.3)
     grads = r.choice([("dout", "dlse"), ("dout", "dlse"), ("dout",), ("dlse",)])
     wild = tuple(n for n in ("q", "v", "dout", "dlse") if r.random() < 0.15 and dtype != torch.float16)
-    powers = powers_of(r, case, dtype, wild)
-    return Call(seed, case, dtype, kernel, powers, choices_of(r, case), grads, wild)
+    powers, choices = powers_of(r, case, dtype, wild), choices_of(r, case)
+    return Call(seed, masked(r, case), dtype, kernel, powers, choices, grads, wild)
+
+
+def masked(r: random.Random, case: Case) -> Case:
+    """The case, in half of those of one sequence with another mask: chunks and first keys, windows to both sides,
+    prefixes and spans, trees or slices.
+    """
+    if case.key_len is not None or r.random() < 0.5:
+        return case
+    kind, T, spec = r.choice(["near", "near", "spans", "tree", "slices"]), case.seq_len, case.spec
+    if kind == "near":
+        window = spec.window if spec.causal else r.choice([None, (r.randint(0, 20), r.randint(0, 20))])
+        chunk = r.choice([None, r.randint(1, 40)])
+        first = 0 if window is None and chunk is None else r.choice([0, r.randint(1, 9)])
+        return replace(case, spec=spec.replace(window=window, chunk=chunk, first=first))
+    plain = replace(case, spec=spec.replace(causal=True), sinks=case.sinks)
+    if kind == "slices":
+        slices = []
+        for start, stop in bounds_of(pieces(r, T)):  # no query may see a key twice
+            seen = r.sample(bounds_of(pieces(r, T)), 1) if r.random() < 0.5 else bounds_of(pieces(r, T))[:2]
+            slices += [((start, stop), keys, r.choice(["full", "causal", "inverse", "both"])) for keys in seen]
+        return replace(plain, slices=slices, lengths=None, spec=plain.spec.replace(window=None))
+    rows = [pieces(r, T) for _ in range(r.choice([1, case.batch]))]
+    if kind == "tree":
+        width = min(map(len, rows))
+        parents = [[r.randint(-1, i - 1) for i in range(width)] for _ in rows]
+        rows = [row[:width] for row in rows]
+        found: dict[str, Any] = {"lengths": rows, "parents": parents}
+    else:
+        prefix = [[r.choice([0, r.randint(0, n)]) for n in row] for row in rows]
+        spans = [list(between(r, *row)) for row in zip(rows, prefix, strict=True)]
+        found = {"lengths": rows, "prefix": prefix, "spans": spans}
+    return replace(plain, **({n: x[0] for n, x in found.items()} if len(rows) < case.batch else found))
+
+
+def pieces(r: random.Random, total: int) -> list[int]:
+    """Lengths of one document or a few, none of them empty."""
+    cuts = sorted({total, *(r.randint(1, total) for _ in range(r.randint(0, 6)))})
+    return [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
+
+
+def bounds_of(lengths: list[int]) -> list[tuple[int, int]]:
+    return [(sum(lengths[:i]), sum(lengths[: i + 1])) for i in range(len(lengths))]
+
+
+def between(r: random.Random, lengths: list[int], prefix: list[int]) -> Iterator[tuple[int, int]]:
+    """A span in some of the documents, behind their prefix."""
+    for (begin, end), ahead in zip(bounds_of(lengths), prefix, strict=True):
+        if begin + ahead < end and r.random() < 0.6:
+            start, stop = sorted(r.sample(range(begin + ahead, end + 1), 2))
+            yield start, stop
 
 
 def sizes_of(r: random.Random, ulysses: int, device: str) -> dict[str, Any]:

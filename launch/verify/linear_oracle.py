@@ -203,9 +203,9 @@ def docs_of(lengths: Lengths | None, T: int) -> ra.Docs | None:
 
 def errors(mesh: Any, given: dict[str, Any], expected: dict[str, Tensor], docs: ra.Docs | None, **choices: Any) -> Any:
     """This rank's relative errors of out, end and gradients; and its share of the initial state's gradient."""
-    found, share, plan = run(mesh, given, docs, **choices)
-    end = found.pop("end")
-    result = {n: error(x, local(expected[n], plan, 0.0), float(expected[n].norm())) for n, x in found.items()}
+    results, share, plan = run(mesh, given, docs, **choices)
+    end = results.pop("end")
+    result = {n: error(x, local(expected[n], plan, 0.0), float(expected[n].norm())) for n, x in results.items()}
     return {**result, "end": error(end, expected["end"], float(expected["end"].norm()))}, share
 
 
@@ -229,12 +229,12 @@ def run(mesh: Any, given: dict[str, Any], docs: ra.Docs | None, **choices: Any) 
     grads = torch.autograd.grad(
         (out, end), (*leaves.values(), state), (local(given["dout"], plan), given["dend"] * share)
     )
-    found = {"out": out.detach(), "end": end.detach()}
-    return {**found, **{f"d{n}": x for n, x in zip(leaves, grads, strict=False)}}, grads[-1], plan
+    results = {"out": out.detach(), "end": end.detach()}
+    return {**results, **{f"d{n}": x for n, x in zip(leaves, grads, strict=False)}}, grads[-1], plan
 
 
 def worst(results: list[Any], expected: dict[str, Tensor]) -> dict[str, float]:
     """The largest error of any rank, and the error of the sum of the shares."""
-    found = {n: max(errors[n] for errors, _ in results) for n in results[0][0]}
+    errors_of = {n: max(errors[n] for errors, _ in results) for n in results[0][0]}
     total = sum(share.double() for _, share in results)
-    return {**found, "dstate": error(total, expected["dstate"], float(expected["dstate"].norm()))}
+    return {**errors_of, "dstate": error(total, expected["dstate"], float(expected["dstate"].norm()))}

@@ -20,6 +20,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringattn.comms.jax import axes, generation
 from ringattn.jax.attention.function import attention
+from ringattn.jax.inference import function
+from ringattn.jax.inference.cache import KVCache
+from ringattn.jax.inference.cache import spec_of as token_cut
 from ringattn.jax.linear.function import linear_attention
 from ringattn.jax.sharding import closed, sequence_axes, spec_of
 from ringattn.kernels.attention.pallas import splash
@@ -88,17 +91,27 @@ class Program:
 
 @dataclass(frozen=True)
 class Report:
-    """Forward and backward (which contains the forward) of one plan on one topology."""
+    """The programs of one plan on one topology: forward and backward (which contains the forward), or those of a cache.
+
+    A cache's are prefill, of as many tokens as the plan has, and decode, of one token.
+    """
 
     topology: str
     plan: Plan
-    forward: Program
-    backward: Program
+    programs: tuple[Program, Program]
+
+    @property
+    def forward(self) -> Program:
+        return self.programs[0]
+
+    @property
+    def backward(self) -> Program:
+        return self.programs[1]
 
     def __str__(self) -> str:
         devices = self.plan.ring_axis.mesh.devices
         head = f"{self.topology}: {devices.size} x {devices.flat[0].device_kind}\n{self.plan}"
-        return f"{head}\n{self.forward}\n{self.backward}"
+        return "\n".join(map(str, (head, *self.programs)))
 
 
 def mib(n: int) -> str:
@@ -107,18 +120,24 @@ def mib(n: int) -> str:
 
 def aot_report(
     topology: str, plan: Plan, *, spec: AttentionSpec | None = None, docs: Docs | None = None, batch: int = 1,
-    dtype: str = "bfloat16", linear: str | None = None,
+    dtype: str = "bfloat16", linear: str | None = None, cache: int | None = None,
 ) -> Report:  # fmt: skip
     """Compile `plan` (made with heads= and head_dim=) for a topology such as "v6e:2x4"; needs libtpu, but no TPU.
 
     Documents are known at compile time. `linear` compiles linear attention with a gate a head: "gated" or "delta".
+    `cache` compiles prefill of the plan's tokens, and decode of one, with a cache of so many tokens.
     """
     if plan.heads is None or plan.head_dim is None:
         raise ValueError("the plan does not say what is computed; make it with heads=(query, key) and head_dim")
     bound = place(topology, plan)
     if linear not in (None, "gated", "delta"):
         raise ValueError(f"linear={linear!r}: choose gated or delta, or leave it out for attention")
-    shapes = shapes_of(bound, batch * bound.ring_axis.mesh.shape["data"])
+    batch *= bound.ring_axis.mesh.shape["data"]
+    if cache is not None:
+        if linear or docs is not None:
+            raise ValueError(f"cache={cache} is of attention, without documents; leave out linear and docs")
+        return Report(topology, bound, of_cache(bound, cache, batch, dtype, spec))
+    shapes = shapes_of(bound, batch)
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     if linear:  # gates, and what is written
         arrays += [jax.ShapeDtypeStruct((*shapes[2][:2], plan.heads[1]), "float32")] * (1 + (linear == "delta"))
@@ -135,7 +154,33 @@ def aot_report(
 
     cotangents = tuple(on_mesh(bound, jax.eval_shape(forward, *args)))
     programs = compiled("forward", forward, args), compiled("backward", backward, [tuple(args), cotangents])
-    return Report(topology, bound, *programs)
+    return Report(topology, bound, programs)
+
+
+def of_cache(plan: Plan, tokens: int, batch: int, dtype: str, spec: AttentionSpec | None) -> tuple[Program, Program]:
+    """Prefill and decode, whose cache is written in place."""
+    (_, kv_heads), dim, mesh = plan.heads or (1, 1), plan.head_dim, plan.ring_axis.mesh
+    value_dim = plan.value_dim or dim
+    sizes: dict[str, Any] = {"batch": batch, "max_len": tokens, "kv_heads": kv_heads, "head_dim": dim}
+    sizes |= {"value_dim": value_dim, "dtype": jnp.dtype(dtype), "window": spec.behind if spec else None}
+    empty = jax.eval_shape(lambda: KVCache.allocate(plan, **sizes))
+    where = {4: token_cut(empty.cut, sequence_axes(plan)), 1: PartitionSpec(empty.cut[0])}
+
+    def on_device(x: Any, cut: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, cut))
+
+    there = jax.tree.map(lambda x: on_device(x, where[x.ndim]), empty)
+    chunk = on_mesh(plan, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes_of(plan, batch)])
+    token = [jax.ShapeDtypeStruct((batch, 1, *x.shape[2:]), dtype) for x in chunk]
+    token = [on_device(x, PartitionSpec(empty.cut[0])) for x in token]
+
+    def prefill(cache: Any, q: Any, k: Any, v: Any) -> Any:
+        return function.prefill(q, k, v, plan, cache, spec=spec)
+
+    def decode(cache: Any, q: Any, k: Any, v: Any) -> Any:
+        return function.decode(q, k, v, cache, spec=spec)
+
+    return compiled("prefill", prefill, [there, *chunk], True), compiled("decode", decode, [there, *token], True)
 
 
 def place(topology: str, plan: Plan) -> Plan:
@@ -225,8 +270,10 @@ def on_mesh(plan: Plan, arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x, there in where]
 
 
-def compiled(name: str, function: Any, args: list[Any]) -> Program:
-    done = jax.jit(function).lower(*args).compile(compiler_options=COMPILER_OPTIONS)
+def compiled(name: str, function: Any, args: list[Any], in_place: bool = False) -> Program:
+    """Of the function; the memory of the first argument is used again for what `in_place` returns."""
+    program = jax.jit(function, donate_argnums=0 if in_place else ())
+    done = program.lower(*args).compile(compiler_options=COMPILER_OPTIONS)
     memory: Any = done.memory_analysis()
     text = done.as_text() or ""
     order, transfers = schedule(text)

@@ -8,7 +8,7 @@ arguments and results is natural.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -25,20 +25,35 @@ from ringattn.kernels.attention.pallas.walk import (
     Score,
     Walk,
     entry_here,
-    on_work,
     pieces,
     precision_of,
     setup_of,
     visible,
 )
-from ringattn.kernels.attention.pallas.worklist import FIRST, LAST
+from ringattn.kernels.attention.pallas.worklist import BEGUN, FIRST, LAST, WHOLE, WORK
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.kernels.protocol import JaxKernel
 
-# A tile is computed in pieces. The scores of the next pieces are computed beside the exponentials of this one, so that
-# matrix and vector units work at the same time. The sizes are those with the fewest instruction bundles on v6e.
-SOME_QUERIES, SOME_KEYS, AHEAD = 512, 256, 2
+
+class Pieces(NamedTuple):
+    """Of a tile: the queries and keys of a piece, and how many pieces' scores are computed before this one's rest.
+
+    Matrix and vector units work at the same time, on different pieces. The sizes have the fewest instruction bundles on
+    v6e. Half of the queries with all keys rescales the accumulator once, but needs two pieces.
+    """
+
+    queries: int
+    keys: int
+    ahead: int
+
+    @classmethod
+    def of(cls, queries: int, keys: int) -> "Pieces":
+        return (
+            cls(512, keys, 1)
+            if queries > 512 and queries % 512 == 0
+            else cls(queries, 256 if keys % 256 == 0 else keys, 2)
+        )
 
 
 def refuses(problem: Problem) -> str | None:
@@ -62,21 +77,31 @@ def attend(
     k_BSGD, _, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
     setup = setup_of((q_BTHD, k_BSGD, v_BSGV), where, carry, **how)
     (_, H, T, _), V, bq = setup.q.shape, v_BSGV.shape[3], setup.blocks.q
+    size = Pieces.of(bq, setup.blocks.k)
     carried = [] if carry is None else [(columns(carry.out, bq), 3), (columns(carry.lse[..., None], bq, NEVER), 3)]
     out, lse = Walk(setup, queries_stay=True).run(
-        partial(forward_kernel, score=Score(scale, softcap), precision=precision_of(q_BTHD), carried=bool(carried)),
+        partial(
+            forward_kernel,
+            score=Score(scale, softcap),
+            precision=precision_of(q_BTHD),
+            carried=bool(carried),
+            size=size,
+        ),
         queries=[(setup.q, 2), *carried],
         keys=[(setup.k, 2), (setup.v.swapaxes(2, 3), 3)],
         results=[((H, V, T), 3), ((H, 1, T), 3)],
         heads=[],
-        scratch=[((n, bq), jnp.float32) for n in (1, 8, V)],
+        scratch=[((n, bq), jnp.float32) for n in (1, 8, V)]
+        + [((size.ahead + 1, size.keys, size.queries), jnp.float32)],
         products=2,
     )
     out, lse = (jnp.einsum("bhxt->bthx", x[..., : q_BTHD.shape[1]]) for x in (out, lse))
     return Partial(out, lse[..., 0])
 
 
-def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, precision: Any, carried: bool) -> None:
+def forward_kernel(
+    entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, precision: Any, carried: bool, size: Pieces
+) -> None:
     """The online softmax of one block of queries and one block of keys, transposed.
 
     Grid: (batch, query heads, entries). Consecutive entries of one query block share the scratch: top is the running
@@ -85,14 +110,15 @@ def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, p
     Every query block has at least one entry, so its result is written even if it sees nothing.
 
     A tile is one pair of blocks, computed in pieces: for each piece of the queries, all pieces of the keys. The loop is
-    unrolled, and `ready` holds the scores of the next AHEAD pieces, so that the compiler can compute them beside the
-    exponentials of this one. `before`, `sums` and `result` keep the statistics of a piece of the queries in registers.
+    unrolled, and `held` has the scores of this piece and the next ones, so that the compiler can compute them beside
+    the exponentials of this one. `before`, `sums` and `result` keep the statistics of a piece of the queries.
 
-    Why at the odd places: `sums` has eight rows, one for each sublane, because adding whole registers is cheap; they
-    are added up once, in `finish`. A masked tile may leave a maximum at -inf, and `safe` keeps -inf - -inf out. A whole
-    tile needs no mask (`on_work`).
+    Why at the odd places: `held` is memory of its own, since the compiler stores twice as much when scores that do not
+    fit into registers are left to it. `sums` has eight rows, one for each sublane, because adding whole registers is
+    cheap; they are added up once, in `finish`. A masked tile may leave a maximum at -inf, and `safe` keeps -inf - -inf
+    out. A whole tile needs no mask, and where no interval begins inside a tile, its mask is one operation cheaper.
     """
-    *given, k, v_t, begin, end, out, lse, top, total, acc = rest
+    *given, k, v_t, begin, end, out, lse, top, total, acc, held = rest
     entry = entry_here(entries, walk)
     first_key = walk.key_block(entry) * k.shape[2]
 
@@ -108,28 +134,40 @@ def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, p
             total[...] = jnp.zeros_like(total)
             acc[...] = jnp.zeros_like(acc)
 
-    def scores(at: slice, keys: slice, whole: bool) -> Any:
-        s = score(lax.dot_general(k[0, 0, keys], q[0, 0, at], NT, precision, jnp.float32))
-        return s if whole else jnp.where(visible(s, first_key + keys.start, begin[:, :, at], end[:, :, at]), s, NEVER)
+    def tile(kind: int) -> None:
+        """A pair of blocks that is seen whole, that only ends cut, or that begins cut too: WHOLE, BEGUN, WORK."""
+        whole, starts = kind == WHOLE, begin if kind == WORK else None
+        columns = pieces(k.shape[2], size.keys)
+        parts = [(at, keys) for at in pieces(q.shape[2], size.queries) for keys in columns]
+        tops = []  # of the pieces whose scores were computed
 
-    def tile(whole: bool) -> None:
-        columns = pieces(k.shape[2], SOME_KEYS)
-        parts = [(at, keys) for at in pieces(q.shape[2], SOME_QUERIES) for keys in columns]
-        ready = [scores(*part, whole) for part in parts[:AHEAD]]
+        def compute(number: int) -> None:
+            for at, keys in parts[number : number + 1]:
+                s = score(lax.dot_general(k[0, 0, keys], q[0, 0, at], NT, precision, jnp.float32))
+                if not whole:
+                    first = starts if starts is None else starts[:, :, at]
+                    s = jnp.where(visible(s, first_key + keys.start, first, end[:, :, at]), s, NEVER)
+                held[number % len(held)] = s
+                tops.append(s.max(0, keepdims=True))
+
+        for number in range(size.ahead):
+            compute(number)
         for i, (at, keys) in enumerate(parts):
-            ready += [scores(*part, whole) for part in parts[i + AHEAD : i + AHEAD + 1]]
+            compute(i + size.ahead)
             if keys == columns[0]:
                 before, sums, result = top[:, at], total[:, at], acc[:, at]
-            now = jnp.maximum(before, ready[i].max(0, keepdims=True))
+            now = jnp.maximum(before, tops[i])
             safe = now if whole else jnp.where(now == NEVER, 0.0, now)
-            p, shrink = jnp.exp2(ready[i] - safe), jnp.exp2(before - safe)
+            p, shrink = jnp.exp2(held[i % len(held)] - safe), jnp.exp2(before - safe)
             before, sums = now, sums * shrink + p.reshape(-1, 8, p.shape[1]).sum(0)
             new = lax.dot_general(v_t[0, 0, :, keys], p.astype(v_t.dtype), NN, precision, jnp.float32)
             result = result * shrink + new
             if keys == columns[-1]:
                 top[:, at], total[:, at], acc[:, at] = before, sums, result
 
-    on_work(entry, tile)
+    pl.when(entry & WHOLE != 0)(lambda: tile(WHOLE))
+    pl.when(entry & (BEGUN | WHOLE) == BEGUN)(lambda: tile(BEGUN))
+    pl.when(entry & (WORK | BEGUN) == WORK)(lambda: tile(WORK))
 
     @pl.when(entry & LAST != 0)
     def finish() -> None:

@@ -184,8 +184,11 @@ def visible(s: Any, first_key: Any, begin: Any, end: Any) -> Any:
     """Which scores [keys, queries] are visible, for keys from `first_key` on; begin and end are [1, 1, queries].
 
     begin <= index < end is one comparison of index - begin with end - begin, without a sign. The hardware compares
-    with a sign, so both start at the least number.
+    with a sign, so both start at the least number. Without a begin, which no interval has behind `first_key`, nothing
+    is subtracted for each score.
     """
+    if begin is None:
+        return lax.broadcasted_iota(jnp.int32, s.shape, 0) < end[0] - first_key
     least = jnp.iinfo(jnp.int32).min
     index = lax.broadcasted_iota(jnp.int32, s.shape, 0) + (first_key + least - begin[0])
     return index < end[0] - begin[0] + least

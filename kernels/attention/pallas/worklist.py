@@ -2,7 +2,7 @@
 
 A kernel's grid steps are the entries of this list, so pairs of blocks that see nothing of each other cost nothing. The
 intervals may be traced, and may differ from device to device. An entry is one int32, read before the blocks are
-fetched: the staying block (whose result is accumulated), the passing block, and four flags.
+fetched: the staying block (whose result is accumulated), the passing block, and five flags.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,10 @@ from jax import Array
 from ringattn.kernels.intervals import Intervals
 
 BITS = 13  # of a block's number
-# Flags: the first and the last entry of a staying block; some query of the pair sees some key, every query sees all.
-FIRST, LAST, WORK, WHOLE = 1, 2, 4, 8
+# Flags: the first and the last entry of a staying block; some query of the pair sees some key, every query sees all;
+# no query's interval begins behind the first key.
+FIRST, LAST, WORK, WHOLE, BEGUN = 1, 2, 4, 8, 16
+FLAGS = 5
 
 
 class Ranges(NamedTuple):
@@ -81,14 +83,16 @@ def listed(ranges: Ranges, first: Array, last: Array, passing_blocks: int, queri
     q, k = (stay, passing) if queries_stay else (passing, stay)
     listed = at < stops[:, -1:]
     work = listed & (of(ranges.first, q) <= k) & (k < of(ranges.last, q))
-    whole = work & (of(ranges.whole_first, q) <= k) & (k < of(ranges.whole_last, q))
-    flags = ((place == 0) * FIRST | (place == of(counts, stay) - 1) * LAST) * listed | work * WORK | whole * WHOLE
-    return Worklist((stay << (BITS + 4) | passing << 4 | flags).astype(jnp.int32), stops[:, -1].max())
+    begun = work & (of(ranges.whole_first, q) <= k)
+    whole = begun & (k < of(ranges.whole_last, q))
+    flags = ((place == 0) * FIRST | (place == of(counts, stay) - 1) * LAST) * listed
+    flags = flags | work * WORK | whole * WHOLE | begun * BEGUN
+    return Worklist((stay << (BITS + FLAGS) | passing << FLAGS | flags).astype(jnp.int32), stops[:, -1].max())
 
 
 def staying(entry: Array) -> Array:
-    return entry >> (BITS + 4)
+    return entry >> (BITS + FLAGS)
 
 
 def passing(entry: Array) -> Array:
-    return (entry >> 4) & ((1 << BITS) - 1)
+    return (entry >> FLAGS) & ((1 << BITS) - 1)
