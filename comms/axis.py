@@ -231,8 +231,8 @@ def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:
     Two of these in a chain let the work between them overlap with both: with what arrives next and what left last.
     """
     flying: deque[Pending] = deque()
-    for one in transfers:
-        flying.append(one)
+    for transfer in transfers:
+        flying.append(transfer)
         if len(flying) > 1:
             yield flying.popleft().wait()
     if flying:

@@ -85,8 +85,8 @@ class MeshAxis:
         """
         ranks = np.arange(self.size)
         away = jnp.take(x, (self.rank + ranks) % self.size, axis=0)  # for the rank so many steps ahead
-        found = jnp.stack([self.rotate([away[i]], i).wait()[0] if i else away[0] for i in range(self.size)])
-        return jnp.take(found, (self.rank - ranks) % self.size, axis=0)
+        blocks = jnp.stack([self.rotate([away[i]], i).wait()[0] if i else away[0] for i in range(self.size)])
+        return jnp.take(blocks, (self.rank - ranks) % self.size, axis=0)
 
 
 def automatic_axes(mesh: Mesh | AbstractMesh | None = None) -> dict[str, int]:
@@ -131,26 +131,26 @@ def relay(
     few = max(1, -(-chunks // hops))
     busy = -(-chunks // few)
 
-    def kept(found: Any, x: Any, t: Any) -> tuple[Any, Any]:
+    def kept(last: Any, x: Any, t: Any) -> tuple[Any, Any]:
         i = t - place
         at = jnp.clip(i, 0, n - 1)
-        return at, found.at[at].set(jnp.where(i == at, x, found[at]))
+        return at, last.at[at].set(jnp.where(i == at, x, last[at]))
 
     def hop(carry: Any, t: Any, beside: bool) -> tuple[Any, None]:
-        x, found, made = carry
-        at, found = kept(found, x, t)
+        x, last, made = carry
+        at, last = kept(last, x, t)
         (arriving,) = axis.rotate((onward(at, x),), -1 if reverse else 1, senders).wait()
         if beside:  # the last share may overlap with the one before
             done = work(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, t * few, few), given))
             arriving, done = lax.optimization_barrier((arriving, done))  # see ringattn.jax.attention.ring
             made = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, t * few, 0), made, done)
-        return (jnp.where(place == 0, start[jnp.minimum(t + 1, n - 1)], arriving), found, made), None
+        return (jnp.where(place == 0, start[jnp.minimum(t + 1, n - 1)], arriving), last, made), None
 
     carry = start[0], start, made
     for ticks, beside in ((jnp.arange(busy), True), (jnp.arange(busy, hops), False)):
         carry = lax.scan(partial(hop, beside=beside), carry, ticks)[0] if len(ticks) else carry
-    x, found, made = carry
-    return kept(found, x, hops)[1], made
+    x, last, made = carry
+    return kept(last, x, hops)[1], made
 
 
 def axis_names(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

@@ -113,9 +113,9 @@ class LocalAxis(Moves):
 
 def unpack(arrived: Sequence[Sequence[Tensor]], into: ByRank) -> None:
     for value, tensors in zip(arrived, into.values(), strict=True):
-        for found, x in zip(value, tensors, strict=True):
-            assert found.shape == x.shape, f"{tuple(found.shape)} arrived where {tuple(x.shape)} was expected"
-            x.copy_(found)
+        for sent, x in zip(value, tensors, strict=True):
+            assert sent.shape == x.shape, f"{tuple(sent.shape)} arrived where {tuple(x.shape)} was expected"
+            x.copy_(sent)
 
 
 class LocalMesh:

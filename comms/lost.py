@@ -162,12 +162,12 @@ def meet(what: str, mine: str) -> None:
         ) from error
     if store.check(["given up"]):
         raise ConnectionError(f"rank {rank} of {ranks} is too late to make the {what} {mine}: other ranks timed out")
-    found = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
+    values = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
     by: dict[str, list[str]] = {}
-    for name, one in zip(names, found, strict=True):
-        by.setdefault(one.decode(), []).append(name)
+    for name, value in zip(names, values, strict=True):
+        by.setdefault(value.decode(), []).append(name)
     if len(by) > 1:
-        who = "; ".join(f"rank {', '.join(them)} has {one}" for one, them in by.items())
+        who = "; ".join(f"rank {', '.join(them)} has {value}" for value, them in by.items())
         raise ValueError(f"all ranks must make the same {what}, but {who}")
 
 

@@ -57,13 +57,13 @@ def layout_of(
     kinds: tuple[Any, ...], places: tuple[range, ...], slot: int
 ) -> list[list[tuple[int, int, int, int, int]]] | None:
     """The batches of slices of such tensors; each piece is (tensor, offset in bytes, size, rows, pitch)."""
-    found: list[Run] = []
+    runs: list[Run] = []
     for i, (dtype, shape, stride) in enumerate(kinds):
         slices = Slices([torch.empty_strided(shape, stride, dtype=dtype, device="meta")], places)
         if not all(map(has_few_runs, slices)):
             return None
-        found += [(i * APART + at, size, i) for at, size, _ in joined(slices)]  # the address of a meta tensor is 0
-    return [[(*divmod(at, APART), size, rows, pitch) for at, size, rows, pitch in batch] for batch in batches(found)]
+        runs += [(i * APART + at, size, i) for at, size, _ in joined(slices)]  # the address of a meta tensor is 0
+    return [[(*divmod(at, APART), size, rows, pitch) for at, size, rows, pitch in batch] for batch in batches(runs)]
 
 
 def batch_count(nbytes: int) -> int:
@@ -88,17 +88,17 @@ def batches(runs: Iterable[Run]) -> Iterator[list[Piece]]:
 
 def stacked(runs: Iterable[Run]) -> list[Piece]:
     """Pieces of runs, in order: runs of the same size at the same distance in one allocation become one piece."""
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     before = -1
     for address, size, home in runs:
-        first, width, rows, pitch = found[-1] if found else Piece(0, 0)
+        first, width, rows, pitch = pieces[-1] if pieces else Piece(0, 0)
         step = address - first - (rows - 1) * pitch
         if home == before and size == width and size <= step <= FAR and (rows == 1 or step == pitch):
-            found[-1] = Piece(first, size, rows + 1, step)
+            pieces[-1] = Piece(first, size, rows + 1, step)
         else:
-            found.append(Piece(address, size))
+            pieces.append(Piece(address, size))
         before = home
-    return found
+    return pieces
 
 
 def joined(tensors: Iterable[Tensor]) -> list[Run]:
@@ -106,16 +106,16 @@ def joined(tensors: Iterable[Tensor]) -> list[Run]:
 
     Runs of two allocations are not joined, even if they are adjacent: a copy may not cross from one into another.
     """
-    found: list[Run] = []
+    runs: list[Run] = []
     for x in tensors:
         home = x.untyped_storage().data_ptr()
         for address, size in runs_of(x):
-            start, length, before = found[-1] if found else (-1, 0, -1)
+            start, length, before = runs[-1] if runs else (-1, 0, -1)
             if address == start + length and home == before:
-                found[-1] = start, length + size, home
+                runs[-1] = start, length + size, home
             else:
-                found.append((address, size, home))
-    return found
+                runs.append((address, size, home))
+    return runs
 
 
 def runs_of(x: Tensor) -> list[tuple[int, int]]:

@@ -12,9 +12,9 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(each) for each in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: plain(one) for key, one in value.items()}
+        return {key: plain(each) for key, each in value.items()}
     raise TypeError(
         "ranks exchange None, bools, numbers, strings, lists and dicts with string keys, but got "
         f"{type(value).__name__} ({value!r:.80})"

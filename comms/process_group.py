@@ -65,7 +65,7 @@ class ProcessGroupAxis(Moves):
     one_by_one = True  # one work for each tensor
 
     def __init__(self, group: dist.ProcessGroup, name: str = "ring"):
-        self.name, self.known = name, ref(group)
+        self.name, self.group_ref = name, ref(group)
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.by: str = dist.get_backend(group)
         self.on_gpus = torch.cuda.is_available() and not self.cheap_words  # a group may have a backend for each device
@@ -80,7 +80,7 @@ class ProcessGroupAxis(Moves):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return alive(self.known)
+        return alive(self.group_ref)
 
     def losing_any(self, what: str) -> Lost:
         """The error for a transfer that needs all other ranks."""
@@ -91,7 +91,7 @@ class ProcessGroupAxis(Moves):
 
         A gloo group keeps the time-out it was made with, for a mesh torch's default, even if another one is set later.
         """
-        limit = timeout_of(group, "cpu") if (group := self.known()) is not None else None
+        limit = timeout_of(group, "cpu") if (group := self.group_ref()) is not None else None
         return () if limit is None else (limit,)
 
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
@@ -232,8 +232,8 @@ def hosts_of(group: dist.ProcessGroup) -> int:
         hosts = len({*places})
         size = len(names) // hosts
         HOSTS[group] = hosts if places == [i // size * size for i in range(len(names))] else 0
-    found: int = HOSTS[group]
-    return found
+    count: int = HOSTS[group]
+    return count
 
 
 def add_twin(group: dist.ProcessGroup, way: str, device: str, **options: Any) -> None:
@@ -243,15 +243,15 @@ def add_twin(group: dist.ProcessGroup, way: str, device: str, **options: Any) ->
     TORCH_DISTRIBUTED_DEBUG=DETAIL: there torch compares at every collective how many calls each rank has made, moves
     included. Ranks make different numbers of moves, since a rank with nothing to send makes none.
     """
-    known = TWINS.setdefault(group, {})
-    if way not in known:
+    twins = TWINS.setdefault(group, {})
+    if way not in twins:
         limit, ranks = timeout_of(group, device), dist.get_process_group_ranks(group)
-        known[way] = dist.new_group(ranks, timeout=limit, use_local_synchronization=True, **options)
+        twins[way] = dist.new_group(ranks, timeout=limit, use_local_synchronization=True, **options)
 
 
-def alive(known: Any) -> dist.ProcessGroup:
+def alive(group_ref: Any) -> dist.ProcessGroup:
     """The group of a weak reference; torch keeps it alive until it is destroyed."""
-    group: dist.ProcessGroup | None = known()
+    group: dist.ProcessGroup | None = group_ref()
     if group is None:
         raise ValueError(ENDED)
     return group

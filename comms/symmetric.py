@@ -169,9 +169,9 @@ class SymmetricAxis(Moves):
 
     def batched(self, tensors: Sequence[Tensor], elsewhere: Callable[[Tensor], Tensor]) -> Batched:
         """The batches of tensors. `elsewhere` gives contiguous memory for a tensor of many pieces."""
-        known = located(tensors) if isinstance(tensors, Slices) else None
-        if known is not None:
-            return Batched(known, [])
+        places = located(tensors) if isinstance(tensors, Slices) else None
+        if places is not None:
+            return Batched(places, [])
         pairs = [(x, x if has_few_runs(x) else elsewhere(x)) for x in tensors]
         return Batched(list(batches(joined([y for _, y in pairs]))), [(x, y) for x, y in pairs if x is not y])
 
@@ -199,10 +199,10 @@ def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) 
     """
     if hosts_of(group) != 1:
         return None
-    ranks, known = (*dist.get_process_group_ranks(group),), CONNECTED.setdefault(dist.group.WORLD, {})
-    if ranks not in known:  # one connection for all groups of the same ranks
-        known[ranks] = connect(group)
-    connection = known[ranks]
+    ranks, connections = (*dist.get_process_group_ranks(group),), CONNECTED.setdefault(dist.group.WORLD, {})
+    if ranks not in connections:  # one connection for all groups of the same ranks
+        connections[ranks] = connect(group)
+    connection = connections[ranks]
     if connection is None:
         return None
     peers, watch = connection
@@ -292,6 +292,6 @@ def over_nccl(group: dist.ProcessGroup) -> bool:
     return "nccl" in dist.get_backend(group)  # it may also name gloo, for CPUs
 
 
-def words_over(known: Any, words: Any) -> list[Any]:
+def words_over(group_ref: Any, words: Any) -> list[Any]:
     """The words of all ranks, over a group that this axis does not keep alive."""
-    return messages.gather(words, alive(known))
+    return messages.gather(words, alive(group_ref))

@@ -1,7 +1,8 @@
 """One device, no ranks: the kernels, and which of them serves a problem.
 
-`protocol.py` defines what a kernel offers; each module of the table ends with one, called KERNEL. `select` returns the
-first kernel of the table that does not refuse the problem. If all refuse, its error lists every reason.
+`attention/` and `linear/` hold the kernels; what they are given and return stands here. `protocol.py` defines what a
+kernel offers; each module of the table ends with one, called KERNEL. `select` returns the first kernel of the table
+that does not refuse the problem. If all refuse, its error lists every reason.
 """
 
 from dataclasses import dataclass

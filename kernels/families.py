@@ -19,9 +19,9 @@ def over_families(kernel: TorchKernel) -> TorchKernel:
         if not where.also:
             return kernel.attend(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
         *others, last = where.families
-        for one in others:
-            dtype = q.dtype if carry is None and kernel.rounds(one) else None
-            carry = kernel.attend(q, k, v, one, carry=carry, out_dtype=dtype, **score)
+        for family in others:
+            dtype = q.dtype if carry is None and kernel.rounds(family) else None
+            carry = kernel.attend(q, k, v, family, carry=carry, out_dtype=dtype, **score)
         return kernel.attend(q, k, v, last, carry=carry, out_dtype=out_dtype, **score)
 
     def backward(
@@ -33,10 +33,10 @@ def over_families(kernel: TorchKernel) -> TorchKernel:
         from ringattn.kernels.total import Total
 
         sums = [Total(x) for x in tensors]
-        for one in where.families:
+        for family in where.families:
             places: Any = tuple(total.place if x is None else x for x, total in zip(into, sums, strict=True))
-            found = kernel.backward(tensors, one, rows, want, places, **score)
-            for total, grad, place in zip(sums, found, places, strict=True):
+            grads = kernel.backward(tensors, family, rows, want, places, **score)
+            for total, grad, place in zip(sums, grads, places, strict=True):
                 if grad is not place:  # else the kernel added to it
                     total.add(grad)
                     total.fold()
@@ -49,8 +49,8 @@ def over_families_in_jax(kernel: JaxKernel) -> JaxKernel:
     """As `over_families`, of a kernel for JAX arrays."""
 
     def attend(q: Any, k: Any, v: Any, where: Intervals, *, carry: Partial | None = None, **score: Any) -> Partial:
-        for one in where.families:
-            carry = Partial(*kernel.attend(q, k, v, one, carry=carry, **score))
+        for family in where.families:
+            carry = Partial(*kernel.attend(q, k, v, family, carry=carry, **score))
         assert carry is not None
         return carry
 
@@ -59,8 +59,8 @@ def over_families_in_jax(kernel: JaxKernel) -> JaxKernel:
             q: Any, k: Any, v: Any, where: Intervals, *rows: Any, dq: Any = None, **score: Any
         ) -> tuple[Any, Any, Any]:
             dk = dv = None
-            for one in where.families:
-                dq, *new = attend_backward(q, k, v, one, *rows, dq=dq, **score)
+            for family in where.families:
+                dq, *new = attend_backward(q, k, v, family, *rows, dq=dq, **score)
                 dk, dv = new if dk is None or dv is None else (dk + new[0], dv + new[1])
             return dq, dk, dv
 

@@ -60,13 +60,13 @@ class Intervals(NamedTuple):
     @property
     def are_rectangles(self) -> bool:
         """Whether all families are few rectangles."""
-        return self.rectangles is not None and all(one.rectangles is not None for one in self.also)
+        return self.rectangles is not None and all(family.rectangles is not None for family in self.also)
 
 
 def some(families: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Those (begin, end) that see something, at least one; ends on a device are not looked at."""
-    found = [one for one in families if not isinstance(one[0], np.ndarray) or (one[0] < one[1]).any()]
-    return found or list(families[:1])
+    seeing = [family for family in families if not isinstance(family[0], np.ndarray) or (family[0] < family[1]).any()]
+    return seeing or list(families[:1])
 
 
 def stack(families: Sequence[Intervals]) -> Intervals:
@@ -118,7 +118,7 @@ Rectangle(queries=slice(0, 3, None), keys=slice(2, 5, None), mask=True))
     turns = np.flatnonzero(np.diff(steps)) + 1
     if np.count_nonzero(~empty[turns]) > 2 * most:
         return None
-    found: list[Rectangle] = []
+    rectangles: list[Rectangle] = []
     edges = turns.tolist()
     t, T = 0, len(first)
     while t < T:
@@ -132,12 +132,12 @@ Rectangle(queries=slice(0, 3, None), keys=slice(2, 5, None), mask=True))
             grows, shrinks = n > 1 and step in (1, 3), n > 1 and step in (2, 3)
             start, square = int(first[t]), int(last[t]) - grows
             if shrinks:
-                found.append(Rectangle(queries, slice(start, start + n), FLIPPED))
+                rectangles.append(Rectangle(queries, slice(start, start + n), FLIPPED))
             if start + n * shrinks < square:
-                found.append(Rectangle(queries, slice(start + n * shrinks, square), False))
+                rectangles.append(Rectangle(queries, slice(start + n * shrinks, square), False))
             if grows:
-                found.append(Rectangle(queries, slice(square, square + n), True))
-        if len(found) > most:
+                rectangles.append(Rectangle(queries, slice(square, square + n), True))
+        if len(rectangles) > most:
             return None
         t = stop
-    return tuple(found)
+    return tuple(rectangles)

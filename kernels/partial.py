@@ -131,13 +131,13 @@ def unpacked(rows: Array, form: str) -> Any:
 
 def partial_of(rows: Array, form: str) -> Partial:
     """The inverse of `packed`, as Partial."""
-    found = unpacked(rows, form)
-    return from_streams(found) if isinstance(found, Streams) else found
+    merged = unpacked(rows, form)
+    return from_streams(merged) if isinstance(merged, Streams) else merged
 
 
 def merge_stack(stack: Any) -> Partial:
     """Merge partials (or streams) stacked along a first dim, in order."""
-    parts = [type(stack)(*one) for one in zip(*stack, strict=True)]
+    parts = [type(stack)(*part) for part in zip(*stack, strict=True)]
     return reduce(merge, parts) if isinstance(stack, Partial) else from_streams(reduce(merge_streams, parts))
 
 

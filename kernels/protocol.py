@@ -78,8 +78,8 @@ class TorchKernel:
         """(dq, dk, dv) of one step in float32 (float64 for float64)."""
         from ringattn.kernels.total import in_dtype
 
-        found = self.backward((q, k, v), where, self.prepare(dout, lse, delta, out), **score)
-        return tuple(in_dtype(grad, accumulator(x)) for grad, x in zip(found, (q, k, v), strict=True))
+        grads = self.backward((q, k, v), where, self.prepare(dout, lse, delta, out), **score)
+        return tuple(in_dtype(grad, accumulator(x)) for grad, x in zip(grads, (q, k, v), strict=True))
 
 
 def at_once(attend_backward: Callable[..., tuple[Any, Any, Any]]) -> Backward:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """A part `found` [B, rows, heads, D] of a gradient, for the rows and heads in these half-open ranges."""
+    """A part `grad` [B, rows, heads, D] of a gradient, for the rows and heads in these half-open ranges."""
 
-    found: Tensor
+    grad: Tensor
     rows: tuple[int, int]
     heads: tuple[int, int]
 
@@ -27,25 +27,25 @@ class Total:
         self.exact = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.parts: list[Part] = []
 
-    def add(self, found: Any, rows: slice = slice(None), heads: slice = slice(None)) -> None:
+    def add(self, grad: Any, rows: slice = slice(None), heads: slice = slice(None)) -> None:
         """Add a tensor or a total for these rows and heads. None, and a sum that is already in `place`, add nothing."""
-        if found is None or found is self.place:
+        if grad is None or grad is self.place:
             return
         t, h = range(self.shape[1])[rows], range(self.shape[2])[heads]
-        parts = found.parts if isinstance(found, Total) else [Part(found, (0, len(t)), (0, len(h)))]
+        parts = grad.parts if isinstance(grad, Total) else [Part(grad, (0, len(t)), (0, len(h)))]
         for x, (first, end), (top, bottom) in parts:
             self.parts.append(Part(x, (t.start + first, t.start + end), (h.start + top, h.start + bottom)))
 
     @property
     def place(self) -> Tensor | None:
         """The sum so far, if it is one tensor: a kernel may add its part to it in place."""
-        if len(self.parts) == 1 and self.covers(self.parts[0]) and self.parts[0].found.dtype == self.exact:
-            return self.parts[0].found
+        if len(self.parts) == 1 and self.covers(self.parts[0]) and self.parts[0].grad.dtype == self.exact:
+            return self.parts[0].grad
         return None
 
     def fold(self) -> None:
         """Add up all parts if they take more than 1.5 times the memory of the sum."""
-        if 2 * sum(part.found.nbytes for part in self.parts) > 3 * self.shape.numel() * self.exact.itemsize:
+        if 2 * sum(part.grad.nbytes for part in self.parts) > 3 * self.shape.numel() * self.exact.itemsize:
             self.tensor(self.exact)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
@@ -54,8 +54,8 @@ class Total:
         self.parts = [self.whole(total)]
         return total
 
-    def whole(self, found: Tensor) -> Part:
-        return Part(found, (0, self.shape[1]), (0, self.shape[2]))
+    def whole(self, grad: Tensor) -> Part:
+        return Part(grad, (0, self.shape[1]), (0, self.shape[2]))
 
     def rows_at(self, at: range, dtype: torch.dtype) -> Tensor:
         """These rows of the sum: a view if one part alone covers them, zeros if none does."""
@@ -71,7 +71,7 @@ class Total:
     def sum_of(self, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
         if not parts:
             return torch.zeros(self.shape, dtype=dtype, device=self.device)
-        first = parts[0].found
+        first = parts[0].grad
         if len(parts) == 1 and self.covers(parts[0]):
             return first.to(dtype)
         in_place = self.covers(parts[0]) and first.dtype == dtype == self.exact and first.is_contiguous()
@@ -88,11 +88,11 @@ class Total:
         return total.to(dtype)
 
     def covers(self, part: Part) -> bool:
-        return part.found.shape == self.shape
+        return part.grad.shape == self.shape
 
 
-def in_dtype(found: Tensor | Total, dtype: torch.dtype) -> Tensor:
+def in_dtype(grad: Tensor | Total, dtype: torch.dtype) -> Tensor:
     """A gradient, or any other tensor, in this dtype."""
-    if isinstance(found, Total):
-        return found.tensor(dtype)
-    return found if found.dtype == dtype else found.to(dtype)  # asking first costs the host less
+    if isinstance(grad, Total):
+        return grad.tensor(dtype)
+    return grad if grad.dtype == dtype else grad.to(dtype)  # asking first costs the host less

@@ -134,11 +134,11 @@ def power_of_2(n: int) -> int:
 class Kept(dict[Any, Any]):
     """A cache of launches, emptied when it has too many."""
 
-    def keep(self, known: Any, found: Any) -> Any:
+    def keep(self, key: Any, launch: Any) -> Any:
         if len(self) >= MOST:
             self.clear()
-        self[known] = found
-        return found
+        self[key] = launch
+        return launch
 
 
 MOST = 4096
@@ -152,10 +152,10 @@ def launch(
     """kernel[programs](*tensors, *numbers, **sizes) with the warps, stages and registers of `cut`."""
     dtypes = tuple([x.dtype for x in tensors])
     same = id(kernel), programs, tensors[0].device, cut, numbers, dtypes, *sizes.values()
-    found = READY.get(same)
-    if found is None:
-        found = READY.keep(same, ready(kernel, programs, tensors[0].device, dtypes, numbers, cut, **sizes))
-    found(*tensors)
+    start = READY.get(same)
+    if start is None:
+        start = READY.keep(same, ready(kernel, programs, tensors[0].device, dtypes, numbers, cut, **sizes))
+    start(*tensors)
 
 
 def ready(

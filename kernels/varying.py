@@ -14,8 +14,8 @@ def axes_of(*values: Any) -> frozenset[str]:
 def vary(value: Any, axes: frozenset[str]) -> Any:
     """The same values, marked as varying along these axes: the type of a loop's carry must not change."""
 
-    def one(x: Any) -> Any:
+    def varied(x: Any) -> Any:
         missing = tuple(sorted(axes - axes_of(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(one, value)
+    return jax.tree.map(varied, value)

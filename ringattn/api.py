@@ -5,16 +5,8 @@ from importlib import import_module
 from typing import Any, Literal, TypeVar, overload
 
 from ringattn import naming_extras
-from ringattn.check import (
-    of_aligned,
-    of_arguments,
-    of_arrays,
-    of_mask,
-    of_partials,
-    of_returned,
-    of_unknown,
-    warn_of_exchanged,
-)
+from ringattn.check.arguments import of_arguments, of_arrays, of_returned, of_unknown, warn_of_exchanged
+from ringattn.check.attention import of_aligned, of_mask, of_partials
 from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged

@@ -164,13 +164,13 @@ def intervals(spec: AttentionSpec, own: Any, begin: Any, end: Any, span: Any = N
         high = (own + 1 + ahead).clip(begin, end)
     if span is not None:
         low, high = low.clip(None, span[0]), high.clip(span[1], None)
-    found = [(low, high)]
+    sides = [(low, high)]
     if spec.first:
         top = first + (last - first).clip(None, min(spec.first, most))
-        found.append((first, low.clip(None, top)))
+        sides.append((first, low.clip(None, top)))
         if not spec.causal:
-            found.append((high.clip(None, top), top))
-    return found
+            sides.append((high.clip(None, top), top))
+    return sides
 
 
 def between(start: Row, stop: Row, first: tuple[Row, Row], last: tuple[Row, Row]) -> Bands:
@@ -219,15 +219,15 @@ def tree(spec: AttentionSpec, starts: Row, parents: Row) -> Bands:
     counts = np.array([len(branch) for branch in branches])
     pieces = np.array(list(chain.from_iterable(branches)), np.int64).reshape(-1, 3)  # of all branches
     marks = np.repeat(np.arange(len(branches)), counts), pieces[:, 0]
-    found = documents(spec, starts, 0 * depth, depth + np.diff(starts), depth - starts[:-1], None, marks)
+    of_each = documents(spec, starts, 0 * depth, depth + np.diff(starts), depth - starts[:-1], None, marks)
     many = []
-    for bands in found:
+    for bands in of_each:
         i = np.searchsorted(starts, bands.start, "right") - 1
-        one = bands.some(np.repeat(np.arange(len(i)), counts[i]))
+        first = bands.some(np.repeat(np.arange(len(i)), counts[i]))
         low, place, size = pieces[within(counts[i]) + np.repeat((np.cumsum(counts) - counts)[i], counts[i])].T
-        sides = (one.begin, one.end, one.last_begin, one.last_end)
+        sides = (first.begin, first.end, first.last_begin, first.last_end)
         begin, end, last_begin, last_end = (x.clip(low, low + size) - low + place for x in sides)
-        many.append(between(one.start, one.stop, (begin, end), (last_begin, last_end)))
+        many.append(between(first.start, first.stop, (begin, end), (last_begin, last_end)))
     return continued(joined(many))
 
 
@@ -238,15 +238,15 @@ def within(counts: Row) -> Row:
 
 def branches_of(starts: Row, parents: Row) -> list[tuple[tuple[int, int, int], ...]]:
     """The tokens of each segment's branch, as pieces that follow one another: (depth, first token, tokens)."""
-    found: list[tuple[tuple[int, int, int], ...]] = []
+    branches: list[tuple[tuple[int, int, int], ...]] = []
     for parent, start, stop in zip(parents.tolist(), starts.tolist(), starts[1:].tolist(), strict=False):
-        branch = found[parent] if parent >= 0 else ()
+        branch = branches[parent] if parent >= 0 else ()
         at, begin, size = branch[-1] if branch else (0, start, 0)
         if begin + size == start:
-            found.append((*branch[:-1], (at, begin, size + stop - start)))
+            branches.append((*branch[:-1], (at, begin, size + stop - start)))
         else:
-            found.append((*branch, (at + size, start, stop - start)))
-    return found
+            branches.append((*branch, (at + size, start, stop - start)))
+    return branches
 
 
 def of_slices(slices: np.ndarray) -> Bands:
@@ -337,11 +337,11 @@ class Runs(NamedTuple):
 
     def bounds(self) -> tuple[Row, Row]:
         """The keys [begin, end) that every query sees, [rows, T]."""
-        found = []
+        sides = []
         for base, slope in ((self.begin, self.lean), (self.end, self.rise)):
             side = repeated(base, self.counts)
-            found.append(side + repeated(slope, self.counts) * self.positions if slope.any() else side)
-        return found[0], found[1]
+            sides.append(side + repeated(slope, self.counts) * self.positions if slope.any() else side)
+        return sides[0], sides[1]
 
 
 def covered(bands: Bands) -> Bands:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringattn.candidates import Asked, candidates, compared, dtype_of_gradients, factored, hosts_of_ring, settled
-from ringattn.check import of_arguments, of_mask, of_unknown
+from ringattn.check.arguments import of_arguments, of_unknown
+from ringattn.check.attention import of_mask
 from ringattn.comms.axis import roles
 from ringattn.explain import Option, data_of, fits, groups_report, kernel_report, route_report, sentence, table
 from ringattn.kernels.rates import RATES

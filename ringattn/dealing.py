@@ -182,13 +182,13 @@ class Deal:
 
 def joined(ranges: list[Range]) -> list[Range]:
     """The same tokens as increasing ranges that do not touch."""
-    found: list[Range] = []
+    joined: list[Range] = []
     for a, b in sorted(ranges):
-        if found and found[-1][1] == a:
-            found[-1] = found[-1][0], b
+        if joined and joined[-1][1] == a:
+            joined[-1] = joined[-1][0], b
         else:
-            found.append((a, b))
-    return found
+            joined.append((a, b))
+    return joined
 
 
 def deal(starts: np.ndarray, total: int, ranks: int, work: Work) -> list[list[Range]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringattn import kernels
-from ringattn.check import of_choice
+from ringattn.check.arguments import of_choice
 from ringattn.cost import Shape
 from ringattn.kernels import Problem
 from ringattn.machine import Machine

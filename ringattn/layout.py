@@ -44,11 +44,11 @@ def zigzag(layout: "Layout", ranks: int, rank: int) -> Shard:
     """Block `rank` of each piece, counted from the front and from the back."""
     if ranks == 1:
         return contiguous(layout, ranks, rank)
-    found: list[range] = []
+    ranges: list[range] = []
     for start, stop in layout.pieces:
         n = (stop - start) // (2 * ranks)
-        found += range(start + rank * n, start + (rank + 1) * n), range(stop - (rank + 1) * n, stop - rank * n)
-    return tuple(found)
+        ranges += range(start + rank * n, start + (rank + 1) * n), range(stop - (rank + 1) * n, stop - rank * n)
+    return tuple(ranges)
 
 
 def balanced(layout: "Layout", ranks: int, rank: int) -> Shard:
@@ -117,8 +117,8 @@ class Layout:
         starts = np.array([0, self.length]) if self.docs is None else self.docs.starts[0]
         if spec.chunk is not None and not spec.first:  # each chunk is a document
             starts = np.unique(np.concatenate([np.arange(a, b, spec.chunk) for a, b in pairwise(starts)] + [starts]))
-        found = deal(starts, self.padded_length, self.ring, work_of(spec, self.length, self.length, self.docs))
-        return [tuple(range(a, b) for a, b in ranges) for ranges in found]
+        dealt = deal(starts, self.padded_length, self.ring, work_of(spec, self.length, self.length, self.docs))
+        return [tuple(range(a, b) for a, b in ranges) for ranges in dealt]
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -200,11 +200,11 @@ def neighbours(shard: Shard) -> bool:
 
 def part_of(shard: Shard, some: slice) -> Shard:
     """The tokens of a shard with these local indices."""
-    found, at = [], 0
+    inside, at = [], 0
     for r in shard:
-        found.append(r[max(0, some.start - at) : max(0, some.stop - at)])
+        inside.append(r[max(0, some.start - at) : max(0, some.stop - at)])
         at += len(r)
-    return tuple(r for r in found if r)
+    return tuple(r for r in inside if r)
 
 
 def positions_of(shard: Shard) -> np.ndarray:

@@ -118,12 +118,12 @@ def of_table(given: Any, type_: Any, where: str, limits: Mapping[str, Any]) -> d
     """The values of a table, if all are known, none is missing, and their numbers are plausible."""
     if not isinstance(given, dict):
         raise ValueError(f"{where}: expected a table of numbers, got {given!r}")
-    known = {name: f for name, f in fields(type_).items() if name != "path"}
+    of_type = {name: f for name, f in fields(type_).items() if name != "path"}
     for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
+        if name not in of_type:
+            close = difflib.get_close_matches(name, of_type, 1)
             raise ValueError(f"{where}: no such key {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-    if missing := [n for n, f in known.items() if n not in given and f.default is MISSING]:
+    if missing := [n for n, f in of_type.items() if n not in given and f.default is MISSING]:
         raise ValueError(f"{where}: {', '.join(missing)} missing; a description needs them")
     return {name: value_of(value, name, where, limits) for name, value in given.items()}
 

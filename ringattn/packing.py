@@ -15,13 +15,13 @@ def spans_in(starts: Row, counts: list[int], prefix: Any, spans: Any) -> Row | N
 
     `counts` is how many documents were given for each row. Rows with fewer spans end in empty ones.
     """
-    found: list[list[tuple[int, int]]] = [[] for _ in starts]
+    by_row: list[list[tuple[int, int]]] = [[] for _ in starts]
     if prefix is not None:
         given = of_each_row("prefix", rows_of("prefix", prefix), len(starts))
-        for row, *of_row in zip(found, given, starts, counts, strict=True):
+        for row, *of_row in zip(by_row, given, starts, counts, strict=True):
             row += prefixes(*of_row)
     if spans is not None:
-        for row, pairs, edges in zip(found, of_each_row("spans", pairs_of(spans), len(starts)), starts, strict=True):
+        for row, pairs, edges in zip(by_row, of_each_row("spans", pairs_of(spans), len(starts)), starts, strict=True):
             for start, stop in pairs:
                 at = int(np.searchsorted(edges, start, "right"))
                 if not 0 <= start < stop or at >= len(edges) or stop > edges[at]:
@@ -30,28 +30,28 @@ def spans_in(starts: Row, counts: list[int], prefix: Any, spans: Any) -> Row | N
                         f"{edges[:-1].tolist()} and end at {int(edges[-1])}"
                     )
                 row.append((start, stop))
-    for row in found:
+    for row in by_row:
         row.sort()
         if wrong := [pair for pair in pairwise(row) if pair[1][0] < pair[0][1]]:
             raise ValueError(f"spans overlap: {wrong[0][0]} and {wrong[0][1]}; join them, or make them shorter")
-    most = max(map(len, found))
+    most = max(map(len, by_row))
     if most == 0:
         return None
     empty = [(int(edges[-1]), int(edges[-1])) for edges in starts]
-    return np.array([row + [end] * (most - len(row)) for row, end in zip(found, empty, strict=True)], np.int64)
+    return np.array([row + [end] * (most - len(row)) for row, end in zip(by_row, empty, strict=True)], np.int64)
 
 
 def prefixes(lengths: list[Any], edges: Row, count: int) -> list[tuple[int, int]]:
     """The prefixes of the documents of a row, as spans."""
     if not are_counts(lengths) or len(lengths) != count:
         raise ValueError(f"prefix: expected a whole number for each of {count} documents, got {lengths}")
-    found = []
+    pairs = []
     for n, start, stop in zip(map(int, lengths), edges.tolist(), edges[1:].tolist(), strict=False):
         if n > stop - start:
             raise ValueError(f"prefix: {n} tokens of a document of {stop - start}; at most its length")
         if n:
-            found.append((start, start + n))
-    return found
+            pairs.append((start, start + n))
+    return pairs
 
 
 def pairs_of(spans: Any) -> list[list[tuple[int, int]]]:
@@ -78,7 +78,7 @@ def of_each_row(name: str, given: list[Any], rows: int) -> list[Any]:
 
 def parents_in(starts: Row, rows: list[list[Any]]) -> Row:
     """The parents of the segments of each row, [rows, n]; rows with fewer segments end in empty ones without."""
-    found, count = [], starts.shape[1] - 1
+    padded, count = [], starts.shape[1] - 1
     for row in of_each_row("parents", rows, len(starts)):
         if len(row) > count or (len(rows) == 1 and len(row) != count):
             raise ValueError(f"parents: {len(row)} numbers for {count} segments; give one for each")
@@ -90,18 +90,18 @@ def parents_in(starts: Row, rows: list[list[Any]]) -> Row:
                     f"parents are not a tree: segment {i} has parent {int(parent)}, which does not come before it; "
                     "order segments so that each follows its parent"
                 )
-        found.append([int(parent) for parent in row] + [-1] * (count - len(row)))
-    return np.array(found, np.int64)
+        padded.append([int(parent) for parent in row] + [-1] * (count - len(row)))
+    return np.array(padded, np.int64)
 
 
 def depths(starts: Row, parents: Row) -> Row:
     """How many tokens of ancestors come before each segment of one row."""
-    found = np.zeros(len(parents), np.int64)
+    before = np.zeros(len(parents), np.int64)
     lengths = np.diff(starts)
     for i, parent in enumerate(parents.tolist()):
         if parent >= 0:
-            found[i] = found[parent] + lengths[parent]
-    return found
+            before[i] = before[parent] + lengths[parent]
+    return before
 
 
 def branch_positions(starts: Row, parents: Row, length: int) -> Row:

@@ -189,7 +189,7 @@ class Recipe:
         if alike := self.reason(rectangles=True):
             return alike
         ranks = (replace(self, rank=rank, sight=None) for rank in range(self.plan.ring))
-        wrong = ", ".join(str(one.rank) for one in ranks if not one.few_rectangles)
+        wrong = ", ".join(str(each.rank) for each in ranks if not each.few_rectangles)
         return NotImplementedError(f"{why} (the steps of ring rank {wrong} are not few rectangles)") if wrong else None
 
     def reason(self, rectangles: bool) -> NotImplementedError | None:
@@ -229,11 +229,11 @@ class Recipe:
         passes = [("forward", self.forward, f"keys and values travel in {self.dtype}")]
         if self.gradients:
             passes.append(("backward", self.backward, f"the same, and their gradients in {grads}"))
-        for name, one, what in passes:
-            travels = f"; {what}" * (one.alone is None or self.gathers)
-            yield f"{name}: kernel {one.kernel.name}{travels}"
-            for i, held in enumerate(one.rounds, start=1):
-                if len(one.rounds) > 1:
+        for name, pass_, what in passes:
+            travels = f"; {what}" * (pass_.alone is None or self.gathers)
+            yield f"{name}: kernel {pass_.kernel.name}{travels}"
+            for i, held in enumerate(pass_.rounds, start=1):
+                if len(pass_.rounds) > 1:
                     hop = (
                         f", sends {amount(held.hop.out)} {held.hop.shift} ranks on"
                         if held.hop and held.hop.send
@@ -245,7 +245,7 @@ class Recipe:
 
 def are_rectangles(rounds: Sequence[Round]) -> bool:
     """Whether every step is few rectangles."""
-    return all(s.where.are_rectangles for one in rounds for s in one.steps if s.where is not None)
+    return all(s.where.are_rectangles for round_ in rounds for s in round_.steps if s.where is not None)
 
 
 def kind_of(

@@ -85,8 +85,8 @@ class Step:
         shards, ranges = self.schedule.shards, self.schedule.ranges
         if not self.company:
             return [(self.schedule.positions(block, self.kept), block) for block in self.sources]
-        found = [(part_of(shards[s], slice(r.start, r.stop)), s) for s in self.sources for r in ranges(self.rank, s)]
-        return sorted(found, key=lambda pair: pair[0][0].start)
+        pairs = [(part_of(shards[s], slice(r.start, r.stop)), s) for s in self.sources for r in ranges(self.rank, s)]
+        return sorted(pairs, key=lambda pair: pair[0][0].start)
 
     @cached_property
     def keys(self) -> Shard:
@@ -103,12 +103,12 @@ class Step:
         at: dict[int, Ranges] = dict.fromkeys(self.sources, ())
         for (_, block), place in zip(self.read, places([positions for positions, _ in self.read]), strict=True):
             at[block] += (place,)
-        found, size = {}, self.neighbours
+        by_reader, size = {}, self.neighbours
         for block, readers in zip(self.sources, self.company, strict=False):  # the held block has no company
-            found[self.rank // size * size + block % size] = Places(
+            by_reader[self.rank // size * size + block % size] = Places(
                 at[block], self.schedule.before(self.rank, block, readers)
             )
-        return found
+        return by_reader
 
     @cached_property
     def shown(self) -> dict[int, Ranges]:
@@ -151,7 +151,7 @@ class Schedule:
     length: int = 1  # tokens of a block
     parts: Parts | None = None
     shards: Sequence[Shard] = ()  # the positions of every block
-    known: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # ranges that were asked for
+    asked: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # ranges that were asked for
 
     @property
     def ring(self) -> int:
@@ -161,12 +161,12 @@ class Schedule:
         """What a rank reads of a block: all that it sees, and up to a grain more at each end."""
         if self.parts is None:
             return (range(self.length),)
-        if (reader, block) not in self.known:
+        if (reader, block) not in self.asked:
             at = reader * self.ring + block
             low, high = np.searchsorted(self.parts.cell, (at, at + 1))
             ends = zip(self.parts.begin[low:high].tolist(), self.parts.end[low:high].tolist(), strict=True)
-            self.known[reader, block] = tuple(range(a, b) for a, b in ends)
-        return self.known[reader, block]
+            self.asked[reader, block] = tuple(range(a, b) for a, b in ends)
+        return self.asked[reader, block]
 
     def positions(self, block: int, ranges: Ranges) -> Shard:
         """The positions of these ranges of a block."""
@@ -176,7 +176,7 @@ class Schedule:
 
     def lasting(self, hosts: int, block: int) -> tuple[list[int], np.ndarray]:
         """Edges in a block, and the distance of the last host that sees the tokens between two of them."""
-        if ("last", hosts, block) not in self.known:
+        if ("last", hosts, block) not in self.asked:
             some = self.parts or Parts(np.flatnonzero(self.needed), np.array([0]), np.array([self.length]))
             of = some.cell % self.ring == block
             begin, end = (np.broadcast_to(x, of.shape)[of] for x in some[1:])
@@ -187,8 +187,8 @@ class Schedule:
             last = np.zeros(max(0, len(edges) - 1), int)
             for i in np.argsort(distance, kind="stable").tolist():
                 last[first[i] : stop[i]] = distance[i]
-            self.known["last", hosts, block] = edges.tolist(), last
-        return self.known["last", hosts, block]
+            self.asked["last", hosts, block] = edges.tolist(), last
+        return self.asked["last", hosts, block]
 
     def kept(self, hosts: int, block: int, low: int, high: int | None = None) -> Ranges:
         """The tokens of a block whose last reader is on a host at distance `low` or more, and below `high`."""
@@ -200,7 +200,7 @@ class Schedule:
         """[distance, block]: how many tokens hosts at this distance or later ones see."""
         if hosts == 1:
             return np.zeros((1, self.ring), int)
-        if ("travelling", hosts) not in self.known:  # as `lasting`, of all blocks at once: in a row, with gaps between
+        if ("travelling", hosts) not in self.asked:  # as `lasting`, of all blocks at once: in a row, with gaps between
             parts = self.parts or Parts(np.flatnonzero(self.needed), np.array([0]), np.array([self.length]))
             reader, block = np.divmod(parts.cell, self.ring)
             size, wide = self.ring // hosts, self.length + 1
@@ -213,9 +213,9 @@ class Schedule:
             np.maximum.at(last, covered, np.repeat((reader // size - block // size) % hosts, count))
             of = edges[:-1] // wide
             tokens = np.diff(edges) * (of == edges[1:] // wide)
-            found = np.bincount(last * self.ring + of, tokens, hosts * self.ring).reshape(hosts, self.ring)
-            self.known["travelling", hosts] = found[::-1].cumsum(0)[::-1].astype(int)
-        return self.known["travelling", hosts]
+            counts = np.bincount(last * self.ring + of, tokens, hosts * self.ring).reshape(hosts, self.ring)
+            self.asked["travelling", hosts] = counts[::-1].cumsum(0)[::-1].astype(int)
+        return self.asked["travelling", hosts]
 
     def tokens(self, reader: int, block: int) -> int:
         return int(self.read[reader, block])
@@ -232,7 +232,7 @@ class Schedule:
         """How many tokens each set of ranges has that the block's holder shows before the one of this reader."""
         sets = dict.fromkeys(self.ranges(r, block) for r in company)
         mine = self.ranges(reader, block)
-        return tuple(sum(map(len, one)) for one in takewhile(lambda one: one != mine, sets))
+        return tuple(sum(map(len, each)) for each in takewhile(lambda each: each != mine, sets))
 
     @cached_property
     def distances(self) -> list[int]:
@@ -253,7 +253,7 @@ class Schedule:
         def held_at(o: int) -> int:
             return (host - o) % hosts * size + place
 
-        found = []
+        rounds = []
         for o, following in zip(distances, [*distances[1:], None], strict=True):
             held, hop, home = held_at(o), None, None
             kept = self.kept(hosts, held, o) if o else (range(self.length),)
@@ -265,8 +265,8 @@ class Schedule:
                 ended = [self.kept(hosts, block, o, following) for block in (held, rank)]
                 home = Hop(-o * size, within(kept, ended[0]), ended[1])
             steps = self.steps(rank, (host - o) % hosts * size, size, kept, together, sight)
-            found.append(Round(held, kept, steps, hop, home))
-        return tuple(found)
+            rounds.append(Round(held, kept, steps, hop, home))
+        return tuple(rounds)
 
     def steps(
         self, rank: int, first: int, size: int, kept: Ranges, together: int, sight: Sight | None
@@ -278,7 +278,7 @@ class Schedule:
         host, place = rank // size * size, rank % size
         here = self.needed[host : host + size, first : first + size]
         step = partial(Step, self, rank, size, first + place, kept, sight=sight)
-        found = [step((first + place,) if here[place, place] else ())]
+        mine = [step((first + place,) if here[place, place] else ())]
         for now in steps(self, together, host, first, size):
             apart = np.array(now)
 
@@ -287,16 +287,16 @@ class Schedule:
                 return tuple((host + r[here[r, block]]).tolist())
 
             sources = [s for d in now if here[place, s := (place - d) % size]]
-            found.append(step(tuple(first + s for s in sources), readers(place), tuple(map(readers, sources))))
-        return tuple(found)
+            mine.append(step(tuple(first + s for s in sources), readers(place), tuple(map(readers, sources))))
+        return tuple(mine)
 
     def tokens_sent(self, rank: int, hosts: int = 1) -> tuple[int, int]:
         """How many tokens a rank sends: of keys and values (forward, and again in backward), and of gradients."""
         rounds = self.rounds(rank, hosts)
-        onward = sum(len(r) for one in rounds if one.hop for r in one.hop.out)
-        read = sum(self.tokens(r, one.held) for one in rounds for step in one.steps for r in step.readers)
-        brought = sum(self.tokens(rank, s) for one in rounds for step in one.steps[1:] for s in step.sources)
-        return onward + read, brought + sum(len(r) for one in rounds[1:] for r in one.kept)
+        onward = sum(len(r) for round_ in rounds if round_.hop for r in round_.hop.out)
+        read = sum(self.tokens(r, round_.held) for round_ in rounds for step in round_.steps for r in step.readers)
+        brought = sum(self.tokens(rank, s) for round_ in rounds for step in round_.steps[1:] for s in step.sources)
+        return onward + read, brought + sum(len(r) for round_ in rounds[1:] for r in round_.kept)
 
 
 @lru_cache(maxsize=16)
@@ -357,21 +357,21 @@ def places(parts: Sequence[Shard]) -> Ranges:
 
 def within(kept: Ranges, ranges: Ranges) -> Ranges:
     """Where these ranges, each of which is in one of `kept`, lie among all tokens of `kept`."""
-    found, before, i = [], 0, 0
+    among, before, i = [], 0, 0
     for r in ranges:
         while kept[i].stop < r.stop:
             before, i = before + len(kept[i]), i + 1
         at = before + r.start - kept[i].start
-        found.append(range(at, at + len(r)))
-    return tuple(found)
+        among.append(range(at, at + len(r)))
+    return tuple(among)
 
 
 def joined(ranges: Sequence[range]) -> Ranges:
     """Ranges, of which those that touch are one."""
-    found: list[range] = []
+    joined: list[range] = []
     for r in ranges:
-        found.append(range(found.pop().start, r.stop) if found and found[-1].stop == r.start and r.step == 1 else r)
-    return tuple(found)
+        joined.append(range(joined.pop().start, r.stop) if joined and joined[-1].stop == r.start and r.step == 1 else r)
+    return tuple(joined)
 
 
 class Table(NamedTuple):
@@ -408,12 +408,12 @@ def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], alone: b
         reader, which, *_ = cells(folded(keys_seen(bands, asking), len(keys)), shown)
         return Schedule(needed(len(keys), reader, shown.owners[which]), length, shards=keys)
     reader, which, begin, end = cells(union(*keys_seen(bands, asking)), shown)
-    found = needed(len(keys), reader, shown.owners[which])
+    blocks = needed(len(keys), reader, shown.owners[which])
     shift = (shown.offsets - shown.starts)[which]
     low = np.zeros_like(which) if alone else shown.offsets[which]
     high = length if alone else low + (shown.stops - shown.starts)[which]
     cell = reader * len(keys) + shown.owners[which]
-    return Schedule(found, length, grained(length, cell, begin + shift, end + shift, low, high), keys)
+    return Schedule(blocks, length, grained(length, cell, begin + shift, end + shift, low, high), keys)
 
 
 def grained(length: int, cell: np.ndarray, begin: np.ndarray, end: np.ndarray, low: Any, high: Any) -> Parts:
@@ -429,9 +429,9 @@ def grained(length: int, cell: np.ndarray, begin: np.ndarray, end: np.ndarray, l
 
 
 def needed(ring: int, reader: np.ndarray, block: np.ndarray) -> np.ndarray:
-    found = np.zeros((ring, ring), bool)
-    found[reader, block] = True
-    return found
+    blocks = np.zeros((ring, ring), bool)
+    blocks[reader, block] = True
+    return blocks
 
 
 def keys_seen(bands: Bands, queries: Table) -> Seen:
@@ -475,16 +475,16 @@ def union(reader: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Seen:
     return reader, begin[edges[:-1]] - reader * apart, reach[edges[1:] - 1] - reader * apart
 
 
-def folded(found: Seen, lap: int) -> Seen:
+def folded(intervals: Seen, lap: int) -> Seen:
     """Of intervals, those in the first lap that meet the same stripes."""
-    reader, begin, end = found
+    reader, begin, end = intervals
     begin, end = begin % lap, begin % lap + np.minimum(end - begin, lap)
     over = end > lap
     both = np.append(reader, reader[over]), np.append(begin, 0 * begin[over]), np.append(end, end[over] - lap)
     return union(both[0], both[1], np.minimum(both[2], lap))
 
 
-def cells(found: Seen, held: Table) -> tuple[np.ndarray, ...]:
+def cells(intervals: Seen, held: Table) -> tuple[np.ndarray, ...]:
     """(reader, range, begin, end): each interval that is seen in every range that it overlaps."""
-    at, which, first, last = overlaps(held, *found[1:])
-    return found[0][at], which, first, last + 1
+    at, which, first, last = overlaps(held, *intervals[1:])
+    return intervals[0][at], which, first, last + 1

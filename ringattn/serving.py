@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.check import of_arguments, of_memory
+from ringattn.check.arguments import of_arguments
+from ringattn.check.cache import of_memory
 from ringattn.machine import Link, Machine
 from ringattn.sizes import dtype_name
 from ringattn.spec import raise_if, whole

@@ -71,10 +71,10 @@ def check_apart(slices: np.ndarray) -> None:
     counts = np.searchsorted(bands.start, bands.stop, "left") - np.arange(len(order)) - 1  # later ones that begin in it
     for low in range(0, len(order), step := max(1, PAIRS // max(1, len(order)))):
         some = counts[low : low + step]
-        one = np.repeat(np.arange(low, low + len(some)), some)
-        other = one + within(some) + 1
-        if len(hit := np.flatnonzero(overlap(bands.some(one), bands.some(other)))):
-            names = [describe(bands, i) for i in (one[hit[0]], other[hit[0]])]
+        first = np.repeat(np.arange(low, low + len(some)), some)
+        other = first + within(some) + 1
+        if len(hit := np.flatnonzero(overlap(bands.some(first), bands.some(other)))):
+            names = [describe(bands, i) for i in (first[hit[0]], other[hit[0]])]
             raise ValueError(f"slices overlap: {names[0]} and {names[1]}; no query may see a key twice")
 
 

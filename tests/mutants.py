@@ -38,7 +38,7 @@ LAYOUTS = (
     "test_layout.py::test_every_position_is_on_exactly_one_rank_and_shards_are_sorted_and_equal",
     "test_layout.py::test_count_below_is_searchsorted",
 )
-NEEDED = ("test_schedule.py::test_needed_blocks_and_seen_pairs_are_what_the_dense_mask_says",)
+NEEDED = ("test_schedule.py::test_needed_blocks_and_seen_pairs_are_those_of_the_dense_mask",)
 ROUNDS = ("test_schedule.py::test_rounds_meet_exactly_what_is_needed_and_gradients_come_home",)
 REFERENCE = ("test_reference.py::test_forward_and_backward_are_the_definition",)
 PARTIAL = (
@@ -119,13 +119,13 @@ MUTANTS = (
     Mutant("cache_stripes", "ringattn/serving.py", "whole * self.block + np.minimum",
            "whole * self.block + 1 + np.minimum", BELOW),
     Mutant("cache_origin", "ringattn/serving.py", "np.asarray(position) - self.origin", "np.asarray(position)",
-           ("test_cache.py::test_cut_by_queries_by_keys_and_by_both",)),
+           ("test_cache.py::test_steps_split_by_queries_by_keys_and_by_both",)),
     Mutant("landing_rows", "ringattn/torch/inference/chunk.py",
            "source = mine if order is None else whereabouts(order)[mine]",
            "source = mine", CACHE),
-    Mutant("states_added", "kernels/linear.py", "torch.addcmul(self.kv, self.factor, state)",
+    Mutant("states_added", "kernels/linear/maps.py", "torch.addcmul(self.kv, self.factor, state)",
            "self.kv + state", STATES),
-    Mutant("states_composed_backwards", "kernels/linear.py", "later.after(self.kv))",
+    Mutant("states_composed_backwards", "kernels/linear/maps.py", "later.after(self.kv))",
            "self.after(later.kv))",
            ("test_linear_ranks.py::test_equals_the_recurrence[2-2-contiguous-ring]",)),
     Mutant("gate_without_what_passes", "kernels/linear/chunkwise.py", "dgs + passing[..., None, :]", "dgs", STATES),

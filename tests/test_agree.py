@@ -70,7 +70,7 @@ def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, 
 
 
 @pytest.mark.parametrize("call", ["unshard", "roll"])
-def test_tokens_that_one_rank_alone_differentiates_are_not_put_together(call):
+def test_tokens_that_only_one_rank_differentiates_are_not_joined(call):
     def one(mesh):
         plan, x = ra.plan(mesh, seq_len=8), torch.ones(1, 4, 2, requires_grad=mesh.rank == 0)
         with pytest.raises(ValueError, match="gradients: ring rank 0 has True, ring rank 1 has False"):
@@ -147,7 +147,7 @@ def test_a_rank_whose_later_call_is_wrong_raises_at_once(said):
     assert len(said) == 2
 
 
-def test_a_problem_is_told_where_nobody_hears_it(monkeypatch):
+def test_a_problem_is_raised_where_no_other_rank_listens(monkeypatch):
     def lost(axis, words):
         raise ConnectionError("a rank is lost")
 

@@ -109,7 +109,7 @@ def test_a_call_that_is_not_the_plans_is_refused(plan, says):
         ),
     ],
 )
-def test_words_that_one_rank_alone_says_are_refused_on_all(given, says):
+def test_an_argument_that_only_one_rank_passes_is_refused_on_all(given, says):
     def one(mesh):
         plan = ra.plan(mesh, seq_len=32)
         q, k, v = tensors()
@@ -224,7 +224,7 @@ def test_a_plan_of_the_other_framework_is_refused():
             ra.attention(*tensors(), plan)
 
 
-def test_only_one_rank_is_wrong_and_all_say_which():
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all_that_names_it():
     said = []
 
     def one(mesh):

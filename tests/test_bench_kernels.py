@@ -106,7 +106,7 @@ def test_useful_work_counts_the_pairs_that_are_seen() -> None:
         assert useful_flops(inputs(CASES[name], options)) == 4 * 128 * 2 * pairs
 
 
-def test_documents_are_always_the_same_and_as_long_as_said() -> None:
+def test_documents_are_always_the_same_and_have_the_requested_mean_length() -> None:
     lengths = np.array(doc_lengths(65536))
     assert lengths.sum() == 65536 and lengths.min() >= 100 and lengths.max() <= 16384 and 1700 < lengths.mean() < 2300
     assert (lengths == doc_lengths(65536)).all()

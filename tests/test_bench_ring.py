@@ -63,7 +63,7 @@ def test_pairs_are_those_of_the_mask(mask):
     assert case.pairs == pytest.approx(float(lse.exp().sum()), abs=1e-6)
 
 
-def test_documents_fill_what_tokens_say():
+def test_documents_fill_the_requested_tokens():
     assert masks.mixed(masks.SHORT, 5000) == [512, 4096, 392]
     assert masks.mixed(masks.LONG, 200000)[:17] == [*masks.LONG, masks.LONG[0]]
     found = masks.cases(["causal", "short", "shared:32:9:3"], [64, 96])
@@ -157,7 +157,7 @@ def test_every_candidate_of_a_plan_is_measured_beside_what_was_predicted(tmp_pat
     assert all(row["off"] == row["predicted"] / row["ms"] - 1 and row["simulated"] > 0 for row in rows)
 
 
-def test_what_the_profiler_says_is_not_heard(capfd):
+def test_messages_of_the_profiler_are_silenced(capfd):
     with timeline.silence():
         os.write(2, b"profiler_start")
     os.write(2, b"a row")
@@ -180,7 +180,7 @@ def test_a_trace_on_the_cpu_shows_kernels_and_hops(tmp_path, capsys):
             assert any("scaled_dot_product" in e["name"] for e in mine if e["cat"] == "attention")
 
 
-def test_scaling_lists_what_is_known_of_more_and_more_ranks(tmp_path, capsys):
+def test_scaling_lists_the_rows_of_more_and_more_ranks(tmp_path, capsys):
     picture = tmp_path / "scaling.svg"
     given = ["device=cpu", "tokens=64", "heads=2", "kv_heads=1", "head_dim=8", "repeats=1", f"picture={picture}"]
     assert words.main(["bench", "scaling", *given, "ranks=1,4,1024", "measured=2", "machine=h100"]) == 0

@@ -69,7 +69,7 @@ def test_chunks_then_tokens_are_the_whole(sizes, move, chunk):
 
 @pytest.mark.parametrize("move", ["queries", "keys"])
 @pytest.mark.parametrize("keys", [1, 3, 7])
-def test_cut_by_queries_by_keys_and_by_both(move, keys):
+def test_steps_split_by_queries_by_keys_and_by_both(move, keys):
     q, k, v = draw(T=40)
     for spec in (ra.AttentionSpec(), ra.AttentionSpec(window=9)):
         expected = ra.attention(q.double(), k.double(), v.double(), spec=spec)

@@ -355,7 +355,7 @@ def test_ranks_that_disagree_about_the_length_are_named():
         ([{"window": 20, "room": 16}, {}], r"cache: ring rank 0 has .*window 20.*ring rank 1 has .*window None"),
     ],
 )
-def test_ranks_whose_caches_are_cut_otherwise_are_named(given, says):
+def test_ranks_whose_caches_are_laid_out_differently_are_named(given, says):
     def one(mesh):
         q, k, v = draw(T=16)
         plan = ra.plan(mesh, seq_len=16)

@@ -40,7 +40,7 @@ def test_links_are_measured_among_ranks():
 
 def two_hosts():
     process_group.hosts_of = lambda group: 2
-    calibrate.timed = lambda call, device, repeats: 1.0
+    calibrate.timed = lambda call, repeats: 1.0
     return calibrate.linked(machine.load("cpu"), "cpu", 1)
 
 

@@ -159,13 +159,13 @@ def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
     [("decode", "kv_heads=2"), ("prefill", "kv_heads=2", "chunk=64"), ("ring", "kv_heads=2"), ("scan", "scan=ring")],
     ids=lambda argv: argv[0],
 )
-def test_a_benchmark_says_each_row_as_it_comes(argv):
+def test_a_benchmark_prints_each_row_as_it_comes(argv):
     small = ("heads=4", "device=cpu", "tokens=64", "ranks=2", "repeats=1")
     ended = start(sys.executable, "-m", "ringattn", "bench", *argv, *small)
     assert 0 < ended.stderr.count("tokens=64") == len(ended.stdout.splitlines()) - 1, ended.stderr
 
 
-def test_a_benchmark_runs_a_gpus_sizes_on_a_cpu_where_they_were_said(monkeypatch):
+def test_a_benchmark_runs_a_gpus_sizes_on_a_cpu_if_they_are_given(monkeypatch):
     ring = import_module("ringattn.launch.bench.ring")
     monkeypatch.setattr(ring, "run", lambda options: ran.append(options.tokens) or [])
     ran: list[list[int]] = []
@@ -372,7 +372,7 @@ def test_doctor_survives_a_check_that_breaks():
         raise RuntimeError("the driver is gone")
 
     (found,) = doctor.survives("gpu", breaks)
-    assert found.state == "bad" and "the driver is gone" in found.found
+    assert found.state == "bad" and "the driver is gone" in found.detail
     assert doctor.package("no-such-package", needed=False) == Finding(
         "none", "no-such-package", "not installed", "pip install no-such-package"
     )
@@ -449,7 +449,7 @@ def test_plot_draws_bars_of_no_length():
     assert ax.get_xlim() == (0, 1)
 
 
-def test_plot_says_once_what_is_usual_and_has_its_legend_below_the_bars():
+def test_plot_prints_the_usual_options_once_and_its_legend_below_the_bars():
     pytest.importorskip("matplotlib")
     from ringattn.launch.commands import plot
 
@@ -468,7 +468,7 @@ def test_plot_says_once_what_is_usual_and_has_its_legend_below_the_bars():
     [("plot", "{0}/rows.jsonl", "out={0}/none/a.svg"), ("bench", "traffic", "out={0}/none/a"), ("plot", "{0}/run")],
     ids=lambda argv: argv[0],
 )
-def test_a_place_that_cannot_be_is_said_before_anything_is_measured(argv, tmp_path, capsys, monkeypatch):
+def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_measured(argv, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     written(tmp_path / "rows.jsonl", LINES)
     (tmp_path / "run").mkdir()

@@ -103,7 +103,7 @@ def test_equals_dense_float64(which, options):
 
 
 @pytest.mark.parametrize("which", FUNCTIONS)
-def test_one_rank_alone(which):
+def test_a_group_of_one_rank(which):
     case = case_of(which, AttentionSpec())
     given = oracle.inputs(case, torch.float32)
     found = run(lambda mesh: call(which, "", 0, 1, mesh, given, {"causal": True}), ring=1)
@@ -146,7 +146,7 @@ def test_over_process_groups():
         check(which, [one[len(FUNCTIONS) + i] for one in results], truth, 4)
 
 
-def test_what_one_rank_is_told_of_packed_documents():
+def test_the_arguments_of_one_rank_for_packed_documents():
     """Eight ranks with two tokens each, of documents of 7, 7 and 2."""
     cu = torch.tensor([0, 7, 14, 16], dtype=torch.int32)
     for causal in (True, False):

@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused():
     assert all(run(one, ring=2))
 
 
-def test_ranks_that_cut_other_documents_are_named():
+def test_ranks_that_lay_out_other_documents_are_named():
     def one(mesh):
         lengths = [16, 16] if mesh.rank else [8, 24]
         plan = ra.plan(mesh, seq_len=32, layout="zigzag").for_docs(Docs.from_lengths(lengths))

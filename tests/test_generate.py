@@ -40,10 +40,10 @@ def example():
 @pytest.mark.slow
 def test_a_hybrid_of_linear_and_softmax_attention_generates_too(example, tmp_path):
     hybrid = Model(layers=4, softmax_every=4, convolution=4)
-    test_the_text_is_what_the_whole_model_would_say(a_run_of(hybrid, tmp_path), example)
+    test_the_text_is_that_of_the_whole_model(a_run_of(hybrid, tmp_path), example)
 
 
-def test_the_text_is_what_the_whole_model_would_say(trained, example):
+def test_the_text_is_that_of_the_whole_model(trained, example):
     """Greedy: every byte is the likeliest after all before it, as one pass over the finished text says it."""
     prompt, cpu = torch.tensor([list(PROMPT.encode())]), torch.device("cpu")
 
@@ -63,7 +63,7 @@ def test_the_text_is_what_the_whole_model_would_say(trained, example):
 
 
 @pytest.mark.slow
-def test_two_ranks_say_what_one_says(trained, example, tmp_path, capfdbinary):
+def test_two_ranks_generate_what_one_generates(trained, example, tmp_path, capfdbinary):
     arguments = [str(trained), PROMPT, str(COUNT), "1.0"]
     example.main(*arguments)
     alone = capfdbinary.readouterr().out

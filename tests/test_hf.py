@@ -428,7 +428,7 @@ def test_a_mask_that_a_layer_changes_is_refused():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_layers_are_told_beside_is_let_through(name):
+def test_other_arguments_of_layers_pass_through(name):
     model = hf.prepare(build(name), plan_of_one())
     assert len(model(batch(), output_hidden_states=True, return_dict=True, num_items_in_batch=3).hidden_states) == 3
 

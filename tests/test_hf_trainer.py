@@ -338,7 +338,7 @@ def test_every_epoch_has_its_own_order_and_a_restart_goes_on_with_it(tmp_path: P
     assert again.seen == whole.seen[6:]
 
 
-def test_what_is_said_of_loading_holds(tmp_path: Path) -> None:
+def test_loading_works_as_documented(tmp_path: Path) -> None:
     ordered = trainer_of(tmp_path, train_sampling_strategy="sequential", num_train_epochs=1, dataloader_drop_last=True)
     ordered.train()
     assert ordered.seen == [[0, 1], [2, 3], [4, 5]]  # and nobody asked the model about text_id

@@ -256,7 +256,7 @@ def test_gradients_through_a_cache_are_refused_and_what_needs_none_is_not():
         assert jax.eval_shape(jax.grad(lambda x, call=call: x * call(x)[0].argmax()), 1.0).shape == ()
 
 
-def test_what_is_wrong_is_said():
+def test_wrong_arguments_are_errors_with_a_remedy():
     q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
     cache = cache_of(k, v, ring=2)
     plan = cache.plan

@@ -286,7 +286,7 @@ def test_an_axis_of_size_1_need_not_cut_anything():
     assert [x.shape for x in jax.eval_shape(inside, x)] == [(2, 64, 2, 8), (2, 2, 8, 8)]
 
 
-def test_what_is_wrong_is_said():
+def test_wrong_arguments_are_errors_with_a_remedy():
     given = {n: jnp.asarray(x.numpy()) for n, x in inputs(64, "channel", torch.float32).items() if x is not None}
     q, k, v, g = (given[n] for n in "qkvg")
     with pytest.raises(ValueError, match=r"striped.*zigzag"):

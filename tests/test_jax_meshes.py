@@ -279,7 +279,7 @@ def test_without_a_plan_data_beside_what_is_traced_lies_alike(small):
 
 
 @pytest.mark.slow
-def test_without_a_plan_data_at_hand_says_where_it_lies(small):
+def test_without_a_plan_concrete_arrays_are_computed_where_they_are_sharded(small):
     """On a mesh of automatic axes too; two axes of one size are not mistaken for each other."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     expected = ra.attention(*(x[:, :28] for x in small))
@@ -289,7 +289,7 @@ def test_without_a_plan_data_at_hand_says_where_it_lies(small):
         close(out, expected)
 
 
-def test_without_a_plan_what_cannot_be_known_is_refused(small):
+def test_without_a_plan_an_unknown_sharding_is_refused(small):
     auto, explicit = (
         jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2) for kind in (AxisType.Auto, AxisType.Explicit)
     )
@@ -318,7 +318,7 @@ def test_the_mesh_that_jax_holds_is_the_plans(small):
         assert cache.append(*small[1:]).lengths.tolist() == [30, 30]
 
 
-def test_the_mean_over_real_tokens_is_said_in_jax(plan):
+def test_the_mean_over_real_tokens_in_jax(plan):
     expect(["take the mean where plan.real_tokens()"], lambda: ra.token_mean(jnp.ones((1, 32)), plan))
 
 

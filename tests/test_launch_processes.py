@@ -47,7 +47,7 @@ def die(_: None) -> None:
     dist.barrier()
 
 
-def test_a_killed_rank_is_said_with_its_signal_rather_than_what_others_heard_of_it():
+def test_a_killed_rank_is_reported_with_its_signal_rather_than_the_errors_of_others():
     with pytest.raises(RankError, match=r"^rank 1: ended without a word: killed by signal 9 \(SIGKILL\)$"):
         run(die, 2, None)
 
@@ -124,7 +124,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_a_terminals_signal_stops_a_run_that_was_not_told_to_ignore_it(number, monkeypatch):
+def test_a_terminals_signal_stops_a_run_that_does_not_ignore_it(number, monkeypatch):
     """nohup has it ignore a hangup, and a script has its background jobs ignore Ctrl-C."""
 
     def hang_up(context: object) -> None:

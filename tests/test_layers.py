@@ -34,7 +34,10 @@ PLAIN = [
     "recipe",
     "spmd",
     "segments",
-    "check",
+    "check.arguments",
+    "check.attention",
+    "check.linear",
+    "check.cache",
     "serving",
 ]
 LAZY = {"spec": ("ringattn.segment_ids",)}  # imported by the function that needs it

@@ -191,7 +191,7 @@ def test_a_gate_of_minus_infinity_forgets_all(gate, rule):
             torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_pieces_with_their_states_are_the_whole_and_the_invariant_holds():
+def test_segments_with_their_states_equal_the_whole_and_the_invariant_holds():
     """rowsum(S * dS) at any border = sum over all tokens behind it of q dq - k dk: nothing of the gate is lost."""
     given = inputs(T, "channel")
     leaves = [given[n].requires_grad_() for n in "qkvg"]

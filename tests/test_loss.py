@@ -110,7 +110,7 @@ def test_adds_up_in_float32_or_float64(dtype):
     ],
     ids=lambda x: x[:30] if isinstance(x, str) else next(iter(x)),
 )
-def test_what_one_rank_says_wrongly_is_refused_on_all(given, says):
+def test_a_wrong_argument_of_one_rank_is_refused_on_all(given, says):
     def one(mesh):
         plan = ra.plan(mesh, seq_len=8)
         call = {"losses_BT": torch.rand(2, 4), "plan": plan}

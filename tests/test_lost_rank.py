@@ -48,7 +48,7 @@ def calls_until_one_dies(folder: str, victim: int, route: str, stays: bool) -> N
 
 
 def a_closed_connection_everywhere(folder: str, strategy: dict[str, int]) -> None:
-    """Rank 3 leaves after a call; what each other rank is told by every kind of transfer that needs it then."""
+    """Rank 3 leaves after a call; the error of each other rank in every kind of transfer that needs it then."""
     mesh = ra.init_mesh(**strategy, device_type="cpu")
     plan, rank, x = ra.plan(mesh, seq_len=64), dist.get_rank(), torch.ones(4, 4)
     axis = plan.ring_axis if plan.ring_axis.size > 1 else plan.ulysses_axis
@@ -78,7 +78,7 @@ def a_closed_connection_everywhere(folder: str, strategy: dict[str, int]) -> Non
     ("strategy", "backend"),
     [({"ring": 4}, "gloo"), ({"ring": 2, "ulysses": 2}, "cpu:gloo"), ({"data": 2, "ulysses": 2}, "gloo")],
 )
-def test_a_connection_that_is_closed_already_is_said_alike_whatever_needs_it(strategy, backend, tmp_path):
+def test_a_connection_that_is_closed_already_is_the_same_error_for_every_transfer(strategy, backend, tmp_path):
     """The error comes where a transfer is launched then, not where it is waited for."""
     with pytest.raises(RankError, match="the end of this rank"):
         run(
@@ -98,7 +98,7 @@ def test_a_connection_that_is_closed_already_is_said_alike_whatever_needs_it(str
 
 
 def a_local_error_and_then_a_loss(folder: str) -> None:
-    """What comes of an error that is no loss, and what is said of a loss after it."""
+    """The error of a rank that is not lost, and then that of a lost one."""
     plan, rank, x = ra.plan(ra.init_mesh(ring=3, device_type="cpu"), seq_len=12), dist.get_rank(), torch.ones(1, 4)
     axis = plan.ring_axis
     with pytest.raises(RuntimeError, match="meta"):
@@ -116,7 +116,7 @@ def a_local_error_and_then_a_loss(folder: str) -> None:
     Path(folder, str(rank)).write_text(str(error.value))
 
 
-def test_an_error_of_its_own_is_no_loss_and_is_not_told_as_one_later(tmp_path):
+def test_an_error_of_its_own_is_no_loss_and_not_reported_as_one_later(tmp_path):
     with pytest.raises(RankError, match="killed by signal 9"):
         run(a_local_error_and_then_a_loss, 3, str(tmp_path), collective_timeout=TIMEOUT, grace=TIMEOUT)
     said = [path.read_text() for path in tmp_path.iterdir()]

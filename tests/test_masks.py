@@ -120,7 +120,7 @@ def check_counted(plan: Plan, spec: AttentionSpec, docs: Any, words: np.ndarray)
 
 @settings(max_examples=60)
 @given(sliced())
-def test_slices_are_what_their_kinds_say_and_overlapping_ones_are_refused(case):
+def test_slices_mask_by_their_kinds_and_overlapping_ones_are_refused(case):
     alone = [oracle.in_slices(replace(case, slices=[one])).int() for one in case.slices]
     if (sum(alone) > 1).any():
         with pytest.raises(ValueError, match="slices overlap: queries"):

@@ -224,7 +224,7 @@ def test_nothing_falls_back_to_a_slow_kernel_unasked() -> None:
     assert kernels.select(problem(dtype="float64"), "tiled").name == "tiled"
 
 
-def test_a_kernel_told_that_cannot_says_why_and_who_can() -> None:
+def test_a_named_kernel_that_refuses_says_why_and_which_kernel_serves() -> None:
     with pytest.raises(
         NotImplementedError, match=r"cuDNN takes bfloat16 and float16, not float32.*'tiled' would serve"
     ):

@@ -156,7 +156,7 @@ def test_sizes_may_be_any_whole_numbers(of):
 
 
 @pytest.mark.parametrize("dtype", ["float64", torch.float64, np.float64, np.dtype("float64"), jnp.float64])
-def test_dtypes_of_every_framework_are_known_by_their_names(dtype):
+def test_dtypes_of_every_framework_are_recognised_by_their_names(dtype):
     assert "(cpu, float64, head dim 8)" in ra.plan(seq_len=64, heads=4, head_dim=8, dtype=dtype).explain()
 
 
@@ -250,7 +250,7 @@ def test_ulysses_alone_on_a_sequence_axis_needs_heads_for_all_ranks():
     run(one, sequence=4)
 
 
-def test_documents_that_are_known_choose_the_layout():
+def test_documents_at_planning_choose_the_layout():
     def one(mesh, lengths):
         return ra.plan(
             mesh, seq_len=4096, heads=(8, 2), head_dim=64, docs=ra.Docs.from_lengths(lengths), strategy="ring"

@@ -135,7 +135,7 @@ def test_all_ranks_of_a_large_mesh_get_the_same_plan_from_a_cache():
     assert one == two and one.explain() == two.explain() and one.ring * one.ulysses == 1024
 
 
-def test_what_does_not_fit_is_said_with_what_would():
+def test_what_does_not_fit_is_an_error_that_names_what_would():
     text = planned(2, 2**24, machine="h100").explain()
     assert re.search(
         r"nothing fits: attention of a layer needs [\d.e+]+ GB a rank, .* (\d+) ranks would do, or \d+ tok", text

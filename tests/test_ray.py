@@ -147,7 +147,7 @@ def test_with_too_few_nodes_it_goes_on_with_fewer_ranks_and_a_sigterm_saves(clus
     np.testing.assert_allclose(run.losses(), undisturbed[:done], atol=1e-5)
 
 
-def test_what_cannot_be_is_said_once_and_nobody_tries_again(cluster, tmp_path):
+def test_an_impossible_run_is_one_error_and_not_tried_again(cluster, tmp_path):
     run = Run(tmp_path, f"cluster.address={cluster.address}", "data.path=/nowhere", "nproc=1")
     said = run.ended()
     assert run.process.returncode == 2, said

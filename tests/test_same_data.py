@@ -93,7 +93,7 @@ def test_what_is_no_other_sequence_goes_on(transport):
     run(one, ring=2, timeout=20)
 
 
-def test_a_checksum_knows_numbers_and_places():
+def test_a_checksum_depends_on_numbers_and_positions():
     x = torch.randint(0, 9, (2, 50))
     assert same_data.checksum(x) == same_data.checksum(x.int())
     others = x.flip(1), x.roll(1, 1), x + 1, x[:, :-1], torch.cat([x, x.new_zeros(2, 1)], 1)

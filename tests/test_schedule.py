@@ -106,7 +106,7 @@ masks = st.tuples(
 
 
 @given(masks)
-def test_needed_blocks_and_seen_pairs_are_what_the_dense_mask_says(given):
+def test_needed_blocks_and_seen_pairs_are_those_of_the_dense_mask(given):
     name, T, ring, window, lengths = given
     spec, layout = AttentionSpec(window=window), Layout(name, T, ring)
     lengths = [n for i, n in enumerate(lengths) if sum(lengths[: i + 1]) <= T]
@@ -271,7 +271,7 @@ def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_a
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_schedule_of_every_case_is_what_its_bounds_say(layout):
+def test_the_schedule_of_every_case_follows_from_its_bounds(layout):
     """Found from documents alone: rows that differ, other documents of keys, windows less than the ring."""
     windows = [replace(c, name=f"{c.name} {w}", spec=c.spec.replace(window=w))
                for c in FEATURES if c.spec.causal and c.slices is None for w in (1, 2, 3, 6)]  # fmt: skip

@@ -54,7 +54,7 @@ def test_the_chunks_own_keys_which_all_are_sent_anyway_do_not_travel_again():
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
 @pytest.mark.parametrize("together", [1, 2, 8])
 @pytest.mark.parametrize("sizes", [{"ring": 4}, {"ulysses": 3}, {"ring": 3, "ulysses": 2}], ids=str)
-def test_queries_come_one_by_one_or_together_and_find_the_same(sizes, together, layout, monkeypatch):
+def test_queries_come_one_by_one_or_together_with_the_same_result(sizes, together, layout, monkeypatch):
     """Rows of different lengths, padded chunks, a window; a rank's queries are a step of their own, or several are."""
     monkeypatch.setattr(meeting, "queries_at_once", lambda rows: together)
     g = torch.Generator().manual_seed(0)
@@ -245,7 +245,7 @@ def test_what_is_no_cache_or_of_the_other_framework_is_refused():
             call()
 
 
-def test_a_prefill_that_one_rank_alone_gets_wrong_is_refused_on_all():
+def test_a_wrong_prefill_of_one_rank_is_refused_on_all():
     def one(mesh):
         plan = ra.plan(mesh, seq_len=16)
         x = torch.randn(1, 8, 2, 16)
@@ -278,7 +278,7 @@ def test_the_second_layer_finds_everything_made(monkeypatch):
                 counts.append(len(made))
         return counts
 
-    for cached in (chunk.pieces_of, chunk.landings):
+    for cached in (chunk.ranges_of, chunk.landings):
         cached.cache_clear()
     [counts] = run(one, ring=1)
     assert counts[0] == counts[2] > 0 and counts[3] == counts[5] > counts[0]

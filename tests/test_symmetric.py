@@ -415,7 +415,7 @@ def test_the_driver_is_asked_for_rows_only_where_there_are_some():
     assert (found.width, found.height) == (100, 3)
 
 
-def test_a_trial_tells_an_outbox_that_works_from_one_that_does_not(slot, monkeypatch):
+def test_a_trial_distinguishes_an_outbox_that_works_from_one_that_does_not(slot, monkeypatch):
     assert on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3)) == [None] * 3
     monkeypatch.setattr(ThreadLanes, "copy", lambda *asked: None)
     assert all(

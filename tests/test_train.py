@@ -1,8 +1,6 @@
 """Training: the loss does not depend on the ranks, and what a run reports is right."""
 
-import contextlib
 import dataclasses
-import io
 import json
 import os
 import re
@@ -26,7 +24,7 @@ from ringattn.launch.train import data, dry, estimate, metrics, model, paralleli
 from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
 from ringattn.launch.train.estimate import step_flops
-from ringattn.launch.train.trainer import batch_loss, learning_rate, work
+from ringattn.launch.train.trainer import batch_loss, learning_rate
 from tests.training import SOURCES, TINY, over, where
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "train-h200.jsonl"
@@ -141,13 +139,13 @@ def test_the_first_step_waits_for_no_measurement_of_memory(tmp_path):
     assert [r["seq_len"] for r in rows[3:]] == [12, 24, 48, 96]
 
 
-def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
+def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path, capsys):
     """In their type and with their speeds, as `ringattn plan` does; more weights than this machine could hold."""
     big = Model(dim=8192, layers=80, heads=64, kv_heads=8, hidden=28672, vocab=128256)
     config = dataclasses.replace(TINY, model=big, seq_len=32768, folder=str(tmp_path), device="cuda", nproc=4)
     config = dataclasses.replace(config, strategy=Strategy(kernel="cudnn", recompute="block"), dry_run=True)
     assert train.here(config) == 0
-    text = torchrun.local(printed, 4, "cpu", train.resolved(config, None), str(tmp_path))[0]
+    text = capsys.readouterr().out
     assert (
         "4 on cuda, bfloat16" in text
         and "attention of a layer on H200 hosts" in text
@@ -238,7 +236,7 @@ def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_log_that_cannot_be_written_is_said_with_what_to_do(tmp_path):
+def test_a_log_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = metrics.Log(tmp_path, TINY)
     with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or use folder=PATH"):
@@ -340,7 +338,7 @@ def test_what_needs_no_rank_is_refused_before_one_is_started(change, said, tmp_p
     assert error.startswith("ringattn train: ") and said in error and error.count("\n") == 1
 
 
-def test_an_address_where_no_ray_answers_is_said_at_once(monkeypatch):
+def test_an_address_where_no_ray_answers_is_an_error_at_once(monkeypatch):
     ray = SimpleNamespace(init=lambda **told: told)
     monkeypatch.setitem(sys.modules, "ray", ray)
     for dead in ("127.0.0.1:1", "ray://127.0.0.1:1"):
@@ -367,7 +365,7 @@ def test_a_signal_to_rays_driver_asks_the_ranks_to_stop_and_a_second_ctrl_c_wait
     assert len(asked) == 3 and signal.signal(signal.SIGINT, usual) is signal.SIG_IGN
 
 
-def test_jax_processes_that_do_not_start_are_said_with_what_each_was_to_have(monkeypatch):
+def test_jax_processes_that_do_not_start_are_reported_with_their_settings(monkeypatch):
     class Late(Exception):
         pass
 
@@ -410,13 +408,6 @@ def test_the_rate_warms_up_and_falls_to_its_end():
     rates = [learning_rate(TINY, step) for step in range(TINY.steps)]
     assert rates[0] == pytest.approx(TINY.optimizer.lr / 2) and max(rates) == TINY.optimizer.lr
     assert rates[-1] == pytest.approx(TINY.optimizer.lr * TINY.optimizer.final)
-
-
-def printed(config: Train, folder: str) -> str:
-    """What a rank prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        work(config, folder, time.time())
-    return said.getvalue()
 
 
 @pytest.mark.parametrize(("machine", "ranks"), [("h100", 1024), ("a100", 2)])

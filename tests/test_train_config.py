@@ -1,4 +1,4 @@
-"""What a training run may be told: every key, and what is said about one that does not exist."""
+"""The configuration of a training run: every key, and the error for one that does not exist."""
 
 import dataclasses
 import os
@@ -42,7 +42,7 @@ def test_every_file_of_every_group_composes():
             assert isinstance(composed(f"{group}={name}"), Train)
 
 
-def test_nothing_said_is_the_schema_itself():
+def test_without_arguments_the_configuration_is_the_schema():
     config = composed()
     assert config == dataclasses.replace(Train(), data=config.data, strategy=config.strategy)
     assert config.model == Model()
@@ -102,7 +102,7 @@ def test_nothing_said_is_the_schema_itself():
         (["+model@hydra.callbacks.x=tiny"], "Hydra's own settings cannot be changed here"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(words, said, capsys):
+def test_an_impossible_setting_is_an_error_of_one_sentence(words, said, capsys):
     assert configured.run(words, lambda config, swept: 0) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_one_sentence(words, said, capsys):
         ("hydra: {job: {env_copy: [NOWHERE_AT_ALL]}}", "hydra.job.env_copy: Hydra's own settings"),
     ],
 )
-def test_what_a_file_of_your_own_may_not_say_is_one_sentence(text, said, tmp_path, capsys):
+def test_a_wrong_setting_in_your_own_file_is_an_error_of_one_sentence(text, said, tmp_path, capsys):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
     words = ["--config-dir", str(tmp_path)]
@@ -175,7 +175,7 @@ def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
     assert not ran.exists()
 
 
-def test_without_hydra_the_remedy_is_said(monkeypatch, capsys):
+def test_without_hydra_the_error_has_the_remedy(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "ringattn.conf.compose")
     monkeypatch.delattr(conf, "compose")
     monkeypatch.setitem(sys.modules, "hydra", None)
@@ -313,7 +313,7 @@ def test_bash_completes(tmp_path):
 
 
 @pytest.mark.parametrize(("error", "kind"), [("UsageError", ValueError), ("CommError", OSError)])
-def test_wandb_without_a_login_is_said(error, kind, tmp_path):
+def test_wandb_without_a_login_is_an_error(error, kind, tmp_path):
     """W&B's own classes and its words; of the network's errors another attempt may be rid."""
     errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
     for name in ("UsageError", "CommError"):

@@ -144,7 +144,7 @@ def test_a_killed_rank_here_says_how_to_go_on(tmp_path):
     assert "rank 1: ended without a word: killed by signal 9 (SIGKILL)" in said and "Traceback" not in said
 
 
-def test_a_run_is_profiled_and_a_picture_that_cannot_be_drawn_is_said(tmp_path, monkeypatch):
+def test_a_run_is_profiled_and_a_picture_that_cannot_be_drawn_is_reported(tmp_path, monkeypatch):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
     words = (*WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "steps=5", "profile=true", "picture=true")
@@ -170,7 +170,7 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_wrong_call_under_torchrun_is_said_once(tmp_path, monkeypatch):
+def test_a_wrong_call_under_torchrun_is_reported_once(tmp_path, monkeypatch):
     late = "import os, time\nif os.environ.get('RANK') == '0': time.sleep(3)\n"  # rank 1 finds out first
     (tmp_path / "sitecustomize.py").write_text(late)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
@@ -181,7 +181,7 @@ def test_a_wrong_call_under_torchrun_is_said_once(tmp_path, monkeypatch):
     assert "Traceback" not in said.split("ChildFailedError")[0].split("torch/distributed")[0]
 
 
-def test_a_full_disk_is_said(tmp_path):
+def test_a_full_disk_is_reported(tmp_path):
     """On a disk of two MB of its own, where namespaces are allowed."""
     mount = f"mount -t tmpfs -o size=2m tmpfs {tmp_path}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
@@ -193,7 +193,7 @@ def test_a_full_disk_is_said(tmp_path):
     assert "could not save step" in said and re.search(r"where [0-2] MB are free", said), said  # its part is gone again
 
 
-def test_a_port_in_use_is_said(tmp_path):
+def test_a_port_in_use_is_reported(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -58,7 +58,7 @@ def test_twenty_losses_equal_torchs(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_is_one_sentence(tmp_path, monkeypatch):
+def test_an_impossible_setting_is_an_error_of_one_sentence(tmp_path, monkeypatch):
     done = start([str(EXAMPLE), "experiment=smoke", "strategy=hybrid", "nproc=3"], tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1].startswith("train_jax.py: strategy.data=1 x ulysses=2 does not divide 3 ranks")

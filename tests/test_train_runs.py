@@ -214,7 +214,7 @@ def test_a_run_that_goes_on_has_one_line_a_step(tmp_path):
         assert [row["step"] for row in rows if row["kind"] == kind] == steps
 
 
-def test_a_comparison_that_is_stopped_is_said_and_saves_nothing(tmp_path, monkeypatch, capsys):
+def test_a_comparison_that_is_stopped_is_reported_and_saves_nothing(tmp_path, monkeypatch, capsys):
     beside = train.alone(dataclasses.replace(TINY, save_every=1))
     summary = torchrun.local(stopped_at_once, 1, "cpu", train.resolved(beside, 1), str(tmp_path))[0]
     assert summary["stopped"] and (tmp_path / "metrics.jsonl").exists() and report.checkpoints_of(tmp_path) == []
@@ -257,7 +257,7 @@ def test_a_batch_log_has_about_50_lines_and_no_share_of_nearly_nothing():
     assert metrics.mfu(0.4, "cpu") == ["40% of a matrix product's flops"] and metrics.mfu(0.4) == ["MFU 40%"]
 
 
-def test_a_closed_connection_is_said_in_words_and_other_errors_are_not_touched():
+def test_a_closed_connection_is_explained_and_other_errors_are_unchanged():
     said = trainer.in_words(RuntimeError("[pair.cc:553] Connection reset by peer [127.0.0.1]:61"), 6)
     assert str(said).startswith("another rank was lost after step 6: Connection reset by peer")
     assert str(trainer.in_words(ConnectionError("rank 1 lost rank 0"), 6)) == "after step 6: rank 1 lost rank 0"
@@ -293,7 +293,7 @@ def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
             assert torch.equal(found["weight"], expected)
 
 
-def test_a_checkpoints_folder_that_cannot_be_written_to_is_said_before_the_first_step(tmp_path, monkeypatch):
+def test_a_checkpoints_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     monkeypatch.setattr(trainer.os, "access", lambda path, mode: not str(path).endswith("checkpoints"))
     with pytest.raises(OSError, match=r"run/checkpoints cannot be written to \(Permission denied\); use folder=PATH"):
@@ -305,7 +305,7 @@ def test_a_checkpoints_folder_that_cannot_be_written_to_is_said_before_the_first
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_disk_that_is_full_at_the_start_is_said_with_its_file(tmp_path):
+def test_a_disk_that_is_full_at_the_start_is_an_error_with_its_file(tmp_path):
     for name in ("config.json", "metrics.jsonl.part"):
         (tmp_path / name).symlink_to("/dev/full")
     job = SimpleNamespace(config=dataclasses.replace(TINY, keep=0), folder=tmp_path, plan="")
@@ -340,7 +340,7 @@ def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
     assert train.here(dataclasses.replace(config, resume="auto")) == 0
 
 
-def test_what_goes_on_is_said_by_its_name(tmp_path):
+def test_resume_without_a_name_lists_the_runs(tmp_path):
     config = dataclasses.replace(TINY, folder=str(tmp_path), resume="auto")
     with pytest.raises(ValueError, match=r"none was given; use run=NAME$"):
         train.new_folder(config)
@@ -382,7 +382,7 @@ def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys
 
 
 @pytest.mark.slow
-def test_a_run_says_what_it_was(tmp_path):
+def test_a_run_records_its_configuration_and_metrics(tmp_path):
     over(2, {"run": TINY}, tmp_path)
     about = json.loads((tmp_path / "run" / "config.json").read_text())
     assert about["ranks"] == 2 and about["config"]["seq_len"] == 96 and about["torch"]

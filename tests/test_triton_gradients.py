@@ -37,7 +37,7 @@ def test_the_sum_is_that_of_torch_in_the_same_order(first, dtype):
     assert torch.equal(found, expected.to(dtype))
 
 
-def test_rows_of_a_sum_are_left_where_they_lie_if_one_part_has_them_alone():
+def test_rows_of_a_sum_are_not_copied_if_a_single_part_covers_them():
     total, found = Total(torch.empty(2, 9, 4, 8, dtype=torch.float16)), torch.randn(2, 5, 4, 8).half()
     total.add(found, rows=slice(2, 7))
     total.add(torch.ones(2, 2, 4, 8).half(), rows=slice(5, 7))
@@ -66,15 +66,15 @@ def test_what_was_added_up_in_place_is_not_added_again():
     assert total.place is first and (first == 3).all(), "the sum lies where the first part lay"
 
 
-def test_a_sum_may_take_the_place_of_its_first_part():
+def test_a_sum_may_reuse_the_memory_of_its_first_part():
     parts = some_parts(torch.float32).parts
     expected = some_parts(torch.float32).tensor(torch.float32)
-    assert torch.equal(gradients.add_parts(parts[0].found, parts), expected)
-    assert torch.equal(parts[0].found, expected)
+    assert torch.equal(gradients.add_parts(parts[0].grad, parts), expected)
+    assert torch.equal(parts[0].grad, expected)
 
 
-def test_a_sum_of_another_layout_gets_a_place_of_its_own(monkeypatch):
-    """What a vendor finds lies as its inputs do, heads before tokens perhaps; on a GPU, which is said to be here."""
+def test_a_sum_of_another_layout_gets_its_own_memory(monkeypatch):
+    """A vendor's gradient has the strides of its inputs, perhaps heads before tokens; as on a GPU."""
     total, x = Total(torch.empty(2, 9, 4, 8)), torch.randn(2, 4, 9, 8).transpose(1, 2)
     monkeypatch.setattr(total, "device", SimpleNamespace(type="cuda"))
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, device, empty=torch.empty: empty(shape, dtype=dtype))

@@ -344,7 +344,7 @@ def test_inputs_whose_last_dim_is_not_contiguous_give_the_same() -> None:
         assert all(map(torch.equal, found, truth))
 
 
-def test_rectangles_that_are_not_known_are_refused_by_name() -> None:
+def test_intervals_without_rectangles_are_refused_by_name() -> None:
     x = torch.randn(1, 4, 1, 8)
     where = intervals_of("causal", 4)
     with pytest.raises(NotImplementedError, match=r"rectangles_of.*the triton and tiled kernels run any intervals"):

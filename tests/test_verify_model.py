@@ -61,7 +61,7 @@ def test_over_processes(saved, capsys):
     assert "2 ranks (gloo)" in capsys.readouterr().out
 
 
-def test_the_layer_where_they_part_is_named(saved, capsys, monkeypatch):
+def test_the_first_layer_that_differs_is_named(saved, capsys, monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     of = LlamaAttention.forward

@@ -149,7 +149,7 @@ def test_backward_needs_nobody_to_keep_the_plan(function):
 
 
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
-def test_what_is_padding_is_known_where_the_tensors_are(function):
+def test_padding_is_masked_on_the_device_of_the_tensors(function):
     """A plan without a mesh is made for the default device, a call without a plan for CPUs."""
     x, docs = torch.randn(1, 8, 2, 8), ra.Docs.from_lengths([3, 2], pad_to=8)
     elsewhere = ra.plan(seq_len=8).replace(axes=one_rank("meta"))
@@ -158,7 +158,7 @@ def test_what_is_padding_is_known_where_the_tensors_are(function):
     assert ra.token_mean(losses, elsewhere, docs=docs) == ra.token_mean(losses, ra.plan(seq_len=8), docs=docs)
 
 
-def test_documents_are_known_whatever_the_default_device_is():
+def test_documents_are_read_whatever_the_default_device_is():
     x, docs, weight = torch.randn(1, 64, 2, 4), ra.Docs.from_lengths([1] * 64), torch.ones(8, 3)
     for call in (
         lambda: ra.linear_attention(x, x, x, docs=docs),

@@ -66,8 +66,8 @@ def attend_backward(
     new_dq = xp.einsum("bgrtd->btgrd", product(ds, by_head(k_BSGD, s.dtype), hidden)).reshape(q_BTHD.shape) * scale
     turned = (xp.einsum("bgrts->bgrst", x) for x in (ds, p))
     rows, unseen = (xp.einsum("btgrd->bgrtd", x) for x in (q, dout)), xp.einsum("bgrts->bgrst", hidden)
-    found = (product(x, y, unseen).sum(2) for x, y in zip(turned, rows, strict=True))
-    dk, dv = (xp.einsum("bgsd->bsgd", x) for x in found)
+    grads = (product(x, y, unseen).sum(2) for x, y in zip(turned, rows, strict=True))
+    dk, dv = (xp.einsum("bgsd->bsgd", x) for x in grads)
     return new_dq if dq is None else dq + new_dq, dk * scale, dv
 
 
@@ -80,11 +80,11 @@ def product(weights: Array, x: Array, hidden: Array | None) -> Array:
         return weights @ x
     bad = ~x.isfinite().all(-1)
     bad = bad.reshape(-1, bad.shape[-1]).any(0)
-    found = weights @ x.masked_fill(bad[:, None], 0.0)
+    out = weights @ x.masked_fill(bad[:, None], 0.0)
     for i in bad.nonzero().flatten().tolist():
         if not bool(hidden[..., i].all()):
-            found += (weights[..., i, None] * x[..., i, None, :]).masked_fill(hidden[..., i, None], 0.0)
-    return found
+            out += (weights[..., i, None] * x[..., i, None, :]).masked_fill(hidden[..., i, None], 0.0)
+    return out
 
 
 def finite() -> Any:

@@ -231,12 +231,12 @@ def before_pieces(x: Inputs, scan: Scan, start: Deferred) -> list[Tensor | None]
 
 def weights(q: Tensor, k: Tensor, d: Decays) -> Tensor:
     """(q_i . decay from j to i . k_j) for all pairs j <= i of each chunk: [B, H, N, C, C]."""
-    found = q.new_zeros(*q.shape[:-1], CHUNK)
+    scores = q.new_zeros(*q.shape[:-1], CHUNK)
     for after, ahead in d.cuts:
         i, j = second(q, after) * after.exp(), first(k, ahead) * ahead.exp()
-        corners(found, after).copy_(i @ j.mT)
-    found.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
-    return found if d.seen is None else found * d.seen
+        corners(scores, after).copy_(i @ j.mT)
+    scores.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+    return scores if d.seen is None else scores * d.seen
 
 
 def gradients_within(q: Tensor, k: Tensor, dscores: Tensor, d: Decays) -> tuple[Tensor, Tensor, Tensor]:

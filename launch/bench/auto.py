@@ -9,7 +9,6 @@ the host takes all of the time. `ring8` gives the errors of a ring of 8 ranks ov
 """
 
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +28,7 @@ from ringattn.launch.bench import kernels as alone
 from ringattn.launch.bench.contest import Passes, distance, peak_gib
 from ringattn.launch.bench.kernels import Case, useful_flops
 from ringattn.launch.bench.peers import Inputs, heads_first
-from ringattn.launch.bench.timing import elapsed_ms, finish, in_turns, passes
+from ringattn.launch.bench.timing import elapsed_ms, in_turns, passes, together
 from ringattn.launch.words import option
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import problem_of
@@ -136,8 +135,8 @@ def square(case: Case, options: Options) -> list[Row]:
     def with_gradients() -> Any:
         part = step()
         rows = second.prepare(given.dout, part.lse, None, part.out)
-        found = second.backward(tensors[:3], given.where, rows, scale=scale)
-        return [in_dtype(x, given.q.dtype) for x in found]
+        grads = second.backward(tensors[:3], given.where, rows, scale=scale)
+        return [in_dtype(x, given.q.dtype) for x in grads]
 
     contestants: dict[str, Passes] = {"auto": {"forward": step, "forward+backward": with_gradients}}
 
@@ -178,14 +177,14 @@ def measured(given: Inputs, contestants: dict[str, Passes], options: Options) ->
 
 def burst_ms(calls: Passes, device: str) -> dict[str, float]:
     """The time of a call among others of its own: for a quarter of a second, after half as long to warm up."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times_of: dict[str, list[float]] = {name: [] for name in calls}
     rounds, length = (3, 250.0) if device == "cuda" else (1, 5.0)
     for _ in range(rounds):
         for name, call in calls.items():
             count = max(2, int(length / elapsed_ms(call, device=device)))
             elapsed_ms(call, count // 2, device)
-            found[name].append(elapsed_ms(call, count, device))
-    return {name: statistics.median(times) for name, times in found.items()}
+            times_of[name].append(elapsed_ms(call, count, device))
+    return {name: statistics.median(times) for name, times in times_of.items()}
 
 
 def host(case: Case, options: Options) -> list[Row]:
@@ -215,15 +214,7 @@ def host(case: Case, options: Options) -> list[Row]:
 
 def best_mean(call: Any, options: Options) -> float:
     count = CALLS if options.device == "cuda" else options.rounds
-    found = []
-    for _ in range(6):  # the first warms up
-        finish()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        finish()
-        found.append((time.perf_counter() - start) / count * 1e6)
-    return min(found[1:])
+    return min([together(call, count) for _ in range(6)][1:]) * 1e6  # the first warms up
 
 
 def ring8(case: Case, options: Options) -> list[Row]:
@@ -237,14 +228,14 @@ def ring8(case: Case, options: Options) -> list[Row]:
         plan = ra.plan(mesh, **shape, kernel=name)
         mine = [plan.shard(x).clone().requires_grad_() for x in (given.q, given.k, given.v)]
         out = ra.attention(mine[0], mine[1], mine[2], plan)
-        found = out.detach(), *torch.autograd.grad(out, mine, plan.shard(given.dout))
-        return [distance(plan.unshard(x), truth[n]) for n, x in zip(results, found, strict=True)]
+        values = out.detach(), *torch.autograd.grad(out, mine, plan.shard(given.dout))
+        return [distance(plan.unshard(x), truth[n]) for n, x in zip(results, values, strict=True)]
 
     def rows(name: str) -> list[Row]:
-        one = off(name)
+        single = off(name)
         ring = run_ranks(lambda mesh: off(name, mesh), device=options.device or "", ring=8, timeout=300.0)[0]
         row: Row = {"pass": "forward+backward"}
-        for result, x, y in zip(results, one, ring, strict=True):
+        for result, x, y in zip(results, single, ring, strict=True):
             row |= {f"error_{result}": x, f"ring_over_one_{result}": y / x}
         return [row]
 

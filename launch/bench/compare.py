@@ -27,14 +27,14 @@ def compared(new: Sequence[Row], old: Sequence[Row]) -> list[Row]:
         before.setdefault(tuple(sorted(case_of(row).items())), []).append(row)
     cases = [case_of(row) for row in new]
     telling = [n for n in dict.fromkeys(n for case in cases for n in case) if len({case.get(n) for case in cases}) > 1]
-    found = []
+    rows = []
     for row, case in zip(new, cases, strict=True):
         name = " ".join(case[n] for n in telling if n in case) or "the only case"
         figure = next((n for n in FIGURES if isinstance(row.get(n), (int, float))), "")
-        known = before.get(tuple(sorted(case.items())), [])
-        values = [r[figure] for r in known if isinstance(r.get(figure), (int, float))]
+        like = before.get(tuple(sorted(case.items())), [])
+        values = [r[figure] for r in like if isinstance(r.get(figure), (int, float))]
         if not values:
-            found.append({"case": name, "figure": figure or None, "verdict": "not in the file"})
+            rows.append({"case": name, "figure": figure or None, "verdict": "not in the file"})
             continue
         low, high, now = min(values), max(values), row[figure]
         verdict = "slower" if now > high * (1 + NOISE) else "faster" if now < low * (1 - NOISE) else "within the noise"
@@ -43,5 +43,5 @@ def compared(new: Sequence[Row], old: Sequence[Row]) -> list[Row]:
         band = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
         middle = sorted(values)[len(values) // 2]
         ratio = now / middle if middle else None
-        found.append({"case": name, "figure": figure, "old": band, "new": now, "ratio": ratio, "verdict": verdict})
-    return found
+        rows.append({"case": name, "figure": figure, "old": band, "new": now, "ratio": ratio, "verdict": verdict})
+    return rows

@@ -86,13 +86,13 @@ def with_ratios(rows: list[Row], ours: str) -> list[Row]:
     return rows
 
 
-def errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None]) -> Row:
-    """Distance from float64 of each result: |found - exact| / |exact|."""
-    return {f"error_{n}": distance(found[n], x) for n, x in truth.items() if x is not None}
+def errors(results: Mapping[str, Tensor], truth: Mapping[str, Tensor | None]) -> Row:
+    """Distance from float64 of each result: |results - exact| / |exact|."""
+    return {f"error_{n}": distance(results[n], x) for n, x in truth.items() if x is not None}
 
 
-def distance(found: Tensor, truth: Tensor) -> float:
-    return ((found.double() - truth).norm() / truth.norm()).item()
+def distance(result: Tensor, truth: Tensor) -> float:
+    return ((result.double() - truth).norm() / truth.norm()).item()
 
 
 def with_error_ratios(rows: list[Row], base: str, prefix: str, results: Sequence[str]) -> list[Row]:
@@ -108,8 +108,8 @@ def differentiated(forward: Callable[[], Tensor], leaves: Sequence[Tensor | None
     out = forward()
 
     def backward() -> list[Tensor | None]:
-        found = iter(torch.autograd.grad(out, [x for x in leaves if x is not None], dout, retain_graph=True))
-        return [x if x is None else next(found) for x in leaves]
+        grads = iter(torch.autograd.grad(out, [x for x in leaves if x is not None], dout, retain_graph=True))
+        return [x if x is None else next(grads) for x in leaves]
 
     return {"forward": forward, "backward": backward}
 

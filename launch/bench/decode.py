@@ -46,9 +46,9 @@ def run(options: Options) -> Iterator[Row]:
     rows = []
     for row in over_ranks(measured, options, "us", "floor_us"):
         rows.append(row)
-        one = beside(rows, row, "tokens", "mode", ranks=1)
+        single = beside(rows, row, "tokens", "mode", ranks=1)
         row |= {"over_floor": row["us"] / row["floor_us"], "limit_us": 1.25 * row["floor_us"] + 25}
-        row["faster"] = one["us"] / row["us"] if one else None
+        row["faster"] = single["us"] / row["us"] if single else None
         yield row
 
 

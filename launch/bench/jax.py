@@ -58,7 +58,7 @@ def run(options: Options) -> Iterator[Row]:
     if devices[0].platform == "cpu" and max(options.tokens) > LONGEST_ON_CPU:
         raise ValueError(f"jax sees no GPU; on a CPU use tokens={LONGEST_ON_CPU} or fewer, and heads=4 kv_heads=2")
     mesh = rj.init_mesh(ring=ranks // options.ulysses, ulysses=options.ulysses, devices=devices)
-    one = rj.init_mesh(ring=1, devices=devices[:1])
+    single = rj.init_mesh(ring=1, devices=devices[:1])
     heads = (options.heads, options.kv_heads)
     how: dict[str, Any] = {"heads": heads, "head_dim": options.head_dim, "kernel": options.kernel}
     for mask, tokens in product(options.mask, options.tokens):
@@ -66,7 +66,7 @@ def run(options: Options) -> Iterator[Row]:
         tokens = case.tokens
         share = 1 if case.plain else ranks
         less = case_of(mask, round(tokens / ranks**0.5)) if share < ranks else case
-        alone = measured(options, ra.plan(one, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
+        alone = measured(options, ra.plan(single, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
         for layout in options.layout:
             plan = ra.plan(mesh, seq_len=tokens, strategy=options.strategy, layout=layout, **case.asked, **how)
             off = error(options, plan.for_length(2048), case_of(mask, 2048)) if options.check else None
@@ -133,7 +133,7 @@ def error(options: Options, plan: Any, mask: Case) -> float:
     from ringattn.launch.verify import cases, oracle
 
     programs, given = calls(options, plan, ["forward+backward"], mask)
-    found = [np.asarray(plan.unshard(x), np.float64) for x in programs["forward+backward"](*given)]
+    results = [np.asarray(plan.unshard(x), np.float64) for x in programs["forward+backward"](*given)]
     leaves = [torch.from_numpy(np.array(plan.unshard(x), np.float64)) for x in given]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = ("q", "k", "v", "dout")
@@ -146,4 +146,4 @@ def error(options: Options, plan: Any, mask: Case) -> float:
     inputs |= {"sinks": torch.zeros(options.heads, device=device), "dlse": torch.zeros(*leaves[0].shape[:3]).to(device)}
     truth = oracle.dense(case, inputs)
     expected = [truth[n].cpu().numpy() for n in ("out", "dq", "dk", "dv")]
-    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, expected, strict=True))
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(results, expected, strict=True))

@@ -97,11 +97,11 @@ def run(options: Options) -> Iterator[Row]:
 
 def chosen(options: Options) -> dict[str, Case]:
     """The cases to run, each by the length that it has here: of two that tokens= makes one, one."""
-    found: dict[str, Case] = {}
+    by_name: dict[str, Case] = {}
     for name, case in contest.sized(options, CASES).items():
         shown = str(case.tokens) if case.tokens % 1024 else f"{case.tokens // 1024}k"
-        found[re.sub(r"\d+k", shown, name)] = case
-    return found
+        by_name[re.sub(r"\d+k", shown, name)] = case
+    return by_name
 
 
 def attention(case: Case, options: Options) -> list[Row]:
@@ -146,21 +146,21 @@ def errors(case: Case, options: Options) -> list[Row]:
     def rows(name: str) -> list[Row]:
         passes = of_table(name)(given)
         (out, lse), grads = passes["forward"](), passes["backward"]()
-        found = {n: x.to(given.q.dtype) for n, x in zip(GRADIENTS, (out, *grads), strict=True)}
-        off = contest.errors(found, {n: truth[n] for n in GRADIENTS})
+        results = {n: x.to(given.q.dtype) for n, x in zip(GRADIENTS, (out, *grads), strict=True)}
+        off = contest.errors(results, {n: truth[n] for n in GRADIENTS})
         return [{"error_lse": (lse - truth["lse"]).abs().max().item(), **off}]
 
     ours = {kernel.name for kernel in kernels.TABLE}
-    found = contest.side_by_side([name for name in options.impls or () if name in ours], rows)
-    return contest.with_error_ratios(found, "cudnn", "over_cudnn", GRADIENTS)
+    measured = contest.side_by_side([name for name in options.impls or () if name in ours], rows)
+    return contest.with_error_ratios(measured, "cudnn", "over_cudnn", GRADIENTS)
 
 
 def exact(given: Inputs) -> dict[str, torch.Tensor]:
     """out, lse, dq, dk and dv in float64."""
     q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
     part = reference.attend(q, k, v, given.where, scale=given.scale)
-    known = dout, part.lse, (part.out * dout).sum(-1)
-    grads = reference.attend_backward(q, k, v, given.where, *known, scale=given.scale)
+    given_rows = dout, part.lse, (part.out * dout).sum(-1)
+    grads = reference.attend_backward(q, k, v, given.where, *given_rows, scale=given.scale)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (*part, *grads), strict=True))
 
 

@@ -64,12 +64,12 @@ def packed(lengths: Any, **more: Any) -> dict[str, Any]:
 
 def mixed(lengths: tuple[int, ...], tokens: int) -> list[int]:
     """Documents of these lengths, over and over, that have so many tokens in all; the last one is cut."""
-    found: list[int] = []
+    filled: list[int] = []
     for n in cycle(lengths):
-        found.append(min(n, tokens - sum(found)))
-        if sum(found) == tokens:
+        filled.append(min(n, tokens - sum(filled)))
+        if sum(filled) == tokens:
             break
-    return found
+    return filled
 
 
 def spans(tokens: int, n: int, every: int) -> dict[str, Any]:

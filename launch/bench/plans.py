@@ -116,16 +116,16 @@ def measured(options: Options, machine: Machine | None = None) -> Iterator[Row]:
         setting = setting_of(word, options)
         how = {"seq_len": setting.case.tokens, "heads": (setting.heads, setting.kv_heads), "machine": machine,
                "head_dim": setting.head_dim, "kernel": setting.kernel, **setting.case.asked}  # fmt: skip
-        found = ra.plan(whole, **how).report.data["candidates"]
-        for one in [x for x in found[::-1] if x["seconds"] <= options.within * found[0]["seconds"]]:
-            sizes = one["ring"], one["ulysses"]
+        candidates = ra.plan(whole, **how).report.data["candidates"]
+        for each in [x for x in candidates[::-1] if x["seconds"] <= options.within * candidates[0]["seconds"]]:
+            sizes = each["ring"], each["ulysses"]
             if sizes not in meshes:
                 meshes[sizes] = ra.init_mesh(ring=sizes[0], ulysses=sizes[1], device_type=options.device)
-            named = {"strategy": one["strategy"], "layout": one["layout"], "transport": ra.Transport(one["route"])}
+            named = {"strategy": each["strategy"], "layout": each["layout"], "transport": ra.Transport(each["route"])}
             plan = ra.plan(meshes[sizes], **named, **how)
             about = {"setting": word, "plan": way_of(plan), "layout": plan.layout, "route": plan.transport.route,
-                     "kernel": one["kernel"], "pick": one is found[0]}  # fmt: skip
-            for row in passes_of(plan, one, setting, machine, options.seconds):
+                     "kernel": each["kernel"], "pick": each is candidates[0]}  # fmt: skip
+            for row in passes_of(plan, each, setting, machine, options.seconds):
                 yield about | row
 
     for word in options.settings:

@@ -77,12 +77,12 @@ def measured(config: Train, options: Options, ranks: int) -> tuple[float, ...]:
     layer += [(m.dim, m.hidden), (m.dim, m.hidden), (m.hidden, m.dim)]
     calls = {shape: products(tokens, *shape, config) for shape in {*layer, (m.dim, m.vocab)}}
     attend = attended(round(config.seq_len / spread**0.5), size, config)
-    found: list[float] = []
+    times_of: list[float] = []
     for timed in (in_a_row, singly):
         once = {shape: timed(call, options) for shape, call in calls.items()}
         matrices = m.layers * sum(once[shape] for shape in layer) + once[m.dim, m.vocab]
-        found += [times * m.layers * timed(attend, options), times * matrices]
-    return tuple(found)
+        times_of += [times * m.layers * timed(attend, options), times * matrices]
+    return tuple(times_of)
 
 
 def attended(tokens: int, size: int, config: Train) -> Callable[[], Any]:

@@ -40,15 +40,15 @@ def record(call: Callable[[], Any]) -> list[Span]:
             call()
         finish()
     device = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
-    found: list[Span] = []
+    spans: list[Span] = []
     for event in profiler.profiler.kineto_results.events():
         if event.device_type() == device and event.duration_ns() > 0:
             name = event.name()
             lane = lane_of(name) if gpu else lane_on_cpu(name)
             if lane:
-                found.append(Span(name, lane, event.start_ns() / 1e3, event.duration_ns() / 1e3))
-    met = max(span.start for span in found if any(word in span.name for word in MEETING))
-    return [span for span in found if span.start > met]
+                spans.append(Span(name, lane, event.start_ns() / 1e3, event.duration_ns() / 1e3))
+    met = max(span.start for span in spans if any(word in span.name for word in MEETING))
+    return [span for span in spans if span.start > met]
 
 
 @contextmanager
@@ -78,14 +78,14 @@ def lane_on_cpu(name: str) -> str | None:
 
 def covered(spans: Sequence[Span], apart: float = 0.0) -> list[tuple[float, float]]:
     """The times at which some span runs, as intervals that are further apart than so much."""
-    found: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda s: s.start):
         end = span.start + span.length
-        if found and span.start <= found[-1][1] + apart:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and span.start <= merged[-1][1] + apart:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((span.start, end))
-    return found
+            merged.append((span.start, end))
+    return merged
 
 
 def exposed(spans: Sequence[Span]) -> float:

@@ -117,12 +117,12 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> d
     for call in calls.values():
         call()
         call()
-    names, found = list(calls), {name: [] for name in calls}  # type: tuple[list[str], dict[str, list[float]]]
+    names, times = list(calls), {name: [] for name in calls}  # type: tuple[list[str], dict[str, list[float]]]
     for first in range(rounds):
         order = [names[(first + i) % len(names)] for i in range(len(names))]
         if device != "cuda":
             for name in order:
-                found[name].append(elapsed_ms(calls[name], device=device))
+                times[name].append(elapsed_ms(calls[name], device=device))
             continue
         stamps = [torch.cuda.Event(enable_timing=True) for _ in range(len(names) + 1)]
         stamps[0].record()
@@ -131,8 +131,8 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> d
             stamp.record()
         finish()  # once a round: in between the GPU never waits for the host
         for name, start, end in zip(order, stamps, stamps[1:], strict=False):
-            found[name].append(start.elapsed_time(end))
-    return found
+            times[name].append(start.elapsed_time(end))
+    return times
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:

@@ -74,7 +74,7 @@ def count(options: Options, strategy: str, route: str, ring: int, ulysses: int, 
         docs = ra.Docs.from_lengths([inside] * options.ranks, pad_to=options.tokens)
     how = ra.Transport(route, hosts=2 if route == "levels" else None)
 
-    def one(mesh: Any) -> tuple[int, ...]:
+    def one_rank(mesh: Any) -> tuple[int, ...]:
         dealt = docs if layout == "balanced" else None
         plan = ra.plan(mesh, seq_len=options.tokens, strategy=strategy, layout=layout, docs=dealt, transport=how)
         shapes = (options.heads, options.kv_heads, options.kv_heads)
@@ -92,7 +92,7 @@ def count(options: Options, strategy: str, route: str, ring: int, ulysses: int, 
         )
 
     forward, backward, tokens, both, *whole = (
-        max(column) for column in zip(*run_ranks(one, ring=ring, ulysses=ulysses), strict=True)
+        max(column) for column in zip(*run_ranks(one_rank, ring=ring, ulysses=ulysses), strict=True)
     )
     shard = -(-options.tokens // ring)
     block = shard * max(1, options.kv_heads // ulysses) * 2 * options.head_dim * 4

@@ -7,7 +7,6 @@ those of the shipped description of the device. out=FILE writes elsewhere; give 
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,15 +73,15 @@ def measured(device: str, repeats: int) -> Machine:
         def both(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout) -> None:
             torch.autograd.grad(ra.attention(q, k, v), (q, k, v), dout)
 
-        one = timed(forward, device, repeats)
-        seconds[tokens] = one, max(1e-9, timed(both, device, repeats) - one)
+        forward_s = timed(forward, repeats)
+        seconds[tokens] = forward_s, max(1e-9, timed(both, repeats) - forward_s)
     flops = 4 * HEADS[device] * DIM[device] * long * (long + 1) / 2
     start = seconds[8]
     rate = tuple(factor * flops / max(1e-9, seconds[long][i] - start[i]) for i, factor in enumerate((1.0, 2.5)))
     x = torch.randn(rows, rows, dtype=dtype, device=device)
-    product = 2 * rows**3 / timed(lambda: x @ x, device, repeats)
+    product = 2 * rows**3 / timed(lambda: x @ x, repeats)
     big = torch.empty(BYTES[device] * 4, dtype=torch.uint8, device=device)
-    copy = 2 * big.numel() / timed(lambda: big.clone(), device, repeats)
+    copy = 2 * big.numel() / timed(lambda: big.clone(), repeats)
     own = tuple(r / 1e12 for r in rate)
     rates = {**base.rates, ("bfloat16" if device == "cuda" else "float32"): (own[0], own[1])}
     chip = chip_here(device) or ""
@@ -103,12 +102,12 @@ def linked(machine: Machine, device: str, repeats: int) -> Machine:
     assert dist.group.WORLD is not None
     hosts = hosts_of(dist.group.WORLD) or 1
     gpus = ranks // hosts
-    found = {"gpus": gpus, "source": f"measured by ringattn calibrate on {ranks} ranks of {hosts} hosts"}
+    links = {"gpus": gpus, "source": f"measured by ringattn calibrate on {ranks} ranks of {hosts} hosts"}
     if gpus > 1:
-        found["inside"] = link(1, gpus, gpus, device, repeats, machine.inside.sharing)
+        links["inside"] = link(1, gpus, gpus, device, repeats, machine.inside.sharing)
     if hosts > 1:
-        found["between"] = link(gpus, ranks, gpus, device, repeats, machine.between.sharing)
-    return machine.replace(**found)
+        links["between"] = link(gpus, ranks, gpus, device, repeats, machine.between.sharing)
+    return machine.replace(**links)
 
 
 def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: int) -> Link:
@@ -129,8 +128,7 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
             for work in dist.batch_isend_irecv(moves):
                 work.wait()
 
-        dist.barrier()
-        slowest = torch.tensor([timed(move, device, repeats)], device=device)
+        slowest = torch.tensor([timed(move, repeats)], device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest)
 
@@ -139,18 +137,11 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
     return Link(bandwidth * min(sharing, gpus), latency, sharing)  # what one sender alone would get
 
 
-def timed(call: Callable[[], Any], device: str, repeats: int) -> float:
-    """The median in seconds."""
-    import torch
+def timed(call: Callable[[], Any], repeats: int) -> float:
+    """The median in seconds; all ranks start together."""
+    from ringattn.launch.bench.timing import median_ms
 
-    found = []
-    for _ in range(repeats + 1):
-        begun = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found[1:])
+    return median_ms(call, repeats, warmup=1) / 1e3
 
 
 def memory_here(device: str) -> int:

@@ -40,7 +40,7 @@ class Finding:
 
     state: Literal["ok", "none", "bad"]
     what: str
-    found: str
+    detail: str
     remedy: str = ""
 
 
@@ -50,7 +50,7 @@ def run(options: Options) -> int:
     findings = []
     for finding in examine(options):
         findings.append(finding)
-        print(f"  {finding.state:<5} {finding.what:<12} {finding.found}", flush=True)
+        print(f"  {finding.state:<5} {finding.what:<12} {finding.detail}", flush=True)
         if finding.remedy:
             print(f"        -> {finding.remedy}", flush=True)
     bad = [f.what for f in findings if f.state == "bad"]
@@ -67,17 +67,17 @@ def examine(options: Options) -> Iterator[Finding]:
         ("jax", "jax", "jax"),
         ("hydra-core", "hydra", "train"),
     )
-    found = {}
+    checked = {}
     for name, module, extra in packages:
         remedy = f"pip install 'ringattn[{extra}]' ('.[{extra}]' in a checkout): {USED[name]}"
-        found[name] = package(name, needed=False, remedy=remedy, module=module)
-    torch, jax = found["torch"], found["jax"]
-    if torch.state != "ok" and (torch.found != ABSENT or jax.state != "ok"):
-        found["torch"] = replace(torch, state="bad")  # only where jax works it may be absent
+        checked[name] = package(name, needed=False, remedy=remedy, module=module)
+    torch, jax = checked["torch"], checked["jax"]
+    if torch.state != "ok" and (torch.detail != ABSENT or jax.state != "ok"):
+        checked["torch"] = replace(torch, state="bad")  # only where jax works it may be absent
     yield package("numpy", needed=True)
-    yield from found.values()
+    yield from checked.values()
     if torch.state != "ok":
-        if found["torch"].state == "none":
+        if checked["torch"].state == "none":
             yield from survives("jax devices", in_jax)
         return
     yield from survives("gpu", gpus)
@@ -106,17 +106,17 @@ def package(name: str, needed: bool, remedy: str = "", module: str = "") -> Find
     """Whether a package can be imported, and is new enough; it is really imported, since broken ones exist."""
     state: Literal["none", "bad"] = "bad" if needed else "none"
     try:
-        found = metadata.version(name)
+        version = metadata.version(name)
         import_module(module or name)
     except metadata.PackageNotFoundError:
         return Finding(state, name, ABSENT, remedy or f"pip install {name}")
     except Exception as error:
         return Finding("bad", name, f"cannot be imported: {type(error).__name__}: {error}", f"reinstall {name}")
     oldest = OLDEST.get(name)
-    if oldest and tuple(int(part) for part in found.split(".")[:2]) < oldest:
+    if oldest and tuple(int(part) for part in version.split(".")[:2]) < oldest:
         wanted = ".".join(map(str, oldest))
-        return Finding(state, name, f"{found} is too old", f"pip install '{name}>={wanted}'")
-    return Finding("ok", name, found)
+        return Finding(state, name, f"{version} is too old", f"pip install '{name}>={wanted}'")
+    return Finding("ok", name, version)
 
 
 def devices() -> list[str]:
@@ -141,8 +141,8 @@ def gpus() -> list[Finding]:
     for i in range(count):
         p = torch.cuda.get_device_properties(i)
         kinds.setdefault(f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}", []).append(i)
-    found = [Finding("ok", "gpu", f"{len(at)} x {name}") for name, at in kinds.items()]
-    return found + ([Finding("ok", "links", links(count))] if count > 1 else [])
+    lines = [Finding("ok", "gpu", f"{len(at)} x {name}") for name, at in kinds.items()]
+    return lines + ([Finding("ok", "links", links(count))] if count > 1 else [])
 
 
 def links(count: int) -> str:
@@ -150,13 +150,13 @@ def links(count: int) -> str:
     import torch
 
     direct = sum(torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j)
-    found = f"{direct} of {count * (count - 1)} pairs of GPUs reach each other's memory directly"
+    pairs = f"{direct} of {count * (count - 1)} pairs of GPUs reach each other's memory directly"
     if shutil.which("nvidia-smi") is None:
-        return found
+        return pairs
     asked = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
     rows = [line.split() for line in asked.stdout.splitlines() if line.startswith("GPU")]
     kinds = sorted({cell for row in rows for cell in row[1 : count + 1] if cell != "X"})
-    return f"{found} ({', '.join(kinds)})" if kinds else found
+    return f"{pairs} ({', '.join(kinds)})" if kinds else pairs
 
 
 def in_jax() -> list[Finding]:
@@ -176,11 +176,11 @@ def serving(on: list[str]) -> list[Finding]:
     """On each device, which kernel serves a usual problem, and why each other one does not."""
     import torch
 
-    found = []
+    findings = []
     for device in on:
         arch = torch.cuda.get_device_capability() if device == "cuda" else None
-        found += served(usual(device, arch), kernels.TABLE)
-    return found
+        findings += served(usual(device, arch), kernels.TABLE)
+    return findings
 
 
 def usual(device: str, arch: tuple[int, int] | None) -> kernels.Problem:
@@ -193,11 +193,11 @@ def served(problem: kernels.Problem, table: tuple[kernels.Kernel, ...]) -> list[
     asked = f"{problem.device}, {problem.dtype}, head dim {HEAD_DIM}"
     try:
         first = kernels.select(problem, table=table).name
-        found = [Finding("ok", "kernels", f"{first} serves {asked}")]
+        lines = [Finding("ok", "kernels", f"{first} serves {asked}")]
     except NotImplementedError:
         first = ""
-        found = [Finding("bad", "kernels", f"none serves {asked}", "the lines below show what each one lacks")]
-    return found + [choice(kernel, problem, first) for kernel in table if kernel.name != first]
+        lines = [Finding("bad", "kernels", f"none serves {asked}", "the lines below show what each one lacks")]
+    return lines + [choice(kernel, problem, first) for kernel in table if kernel.name != first]
 
 
 def choice(kernel: kernels.Kernel, problem: kernels.Problem, first: str) -> Finding:

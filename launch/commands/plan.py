@@ -180,10 +180,10 @@ def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None)
         return Recipe(Mask(plan, spec, docs), shape, plan.device, dtype, rank=options.rank)
     from ringattn.jax.attention import steps
 
-    known = docs is None or docs.parents is not None or docs.slices is not None or steps.cut_of(plan) is not None
-    mask = Mask(plan, spec, docs if known else None, among=None if known else among_all(spec, docs, None))
-    rectangles = known and steps.tables_of(mask) is not None
-    return SharedRecipe(mask, shape, plan.device, dtype, known=known, rectangles=rectangles)
+    fixed = docs is None or docs.parents is not None or docs.slices is not None or steps.cut_of(plan) is not None
+    mask = Mask(plan, spec, docs if fixed else None, among=None if fixed else among_all(spec, docs, None))
+    rectangles = fixed and steps.tables_of(mask) is not None
+    return SharedRecipe(mask, shape, plan.device, dtype, known=fixed, rectangles=rectangles)
 
 
 def moves(options: Options, device: str, one_host: bool) -> str:
@@ -205,7 +205,7 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
         return [title, shares(counts.sum(1) / share, plan.ring <= SHOWN)]
     schedule, ranks = schedule_of(Mask(plan, spec, docs)), range(plan.ring)
     rounds = [schedule.rounds(r, plan.hosts, blocks_at_once(plan)) for r in ranks]
-    runs = [[step.sources for one in each for step in one.steps] for each in rounds]  # whose keys, at each step
+    runs = [[step.sources for turn in each for step in turn.steps] for each in rounds]  # whose keys, at each step
     few = plan.ring <= SHOWN
     lines = [
         f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received",

@@ -185,10 +185,10 @@ def figures_of(rows: list[Row], metric: str | None) -> list[str]:
         if metric not in keys:
             raise ValueError(f"no line has a number called {metric!r}; they have {', '.join(keys)}")
         return [metric]
-    found = next((some for kind in METRICS if (some := [k for k in keys if is_kind(kind, k)])), None)
-    if found is None:
+    figures = next((some for kind in METRICS if (some := [k for k in keys if is_kind(kind, k)])), None)
+    if figures is None:
         raise ValueError(f"no known figure in the lines; give metric= one of {', '.join(keys)}")
-    return found
+    return figures
 
 
 def case_names(rows: list[Row], taken: set[str]) -> tuple[list[tuple[Row, str]], dict[str, str]]:

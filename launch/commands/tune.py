@@ -154,9 +154,9 @@ def milliseconds(work: Callable[[], list[Any]], right: list[Any], rounds: int) -
     from triton.runtime.errors import OutOfResources, PTXASError
 
     try:
-        found = work()
+        results = work()
     except (OutOfResources, PTXASError, CompilationError):
         return float("inf")
-    if not all((x - y).norm() <= 0.01 * y.norm() for x, y in zip(found, right, strict=True)):
+    if not all((x - y).norm() <= 0.01 * y.norm() for x, y in zip(results, right, strict=True)):
         return float("inf")
     return statistics.median(elapsed_ms(work) for _ in range(rounds))

@@ -7,6 +7,7 @@
 A checkpoint holds whole tensors in pieces, so any number of ranks can read it.
 """
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringattn.comms import lost, messages
-from ringattn.launch.train import metrics, stored
-from ringattn.launch.train.stored import Damaged, Saved, complete, damage, name_of, numbered, part_of
+from ringattn.conf.schema import Train
+from ringattn.launch.train import data, metrics, stored
+from ringattn.launch.train.stored import A_STEP, Damaged, Saved, complete, damage, name_of, numbered, part_of
 
 
 class Checkpoints:
@@ -155,16 +157,16 @@ def begin_of(resume: str | None, folder: Path, started_at: float) -> list[Path]:
     return [Path(resume), *since]
 
 
-def newest(found: Sequence[Path], group: Any = None) -> Path | None:
-    """The last of these checkpoints that is as it was saved; a ValueError where none is, None where none was found.
+def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
+    """The last of these checkpoints that is as it was saved; a ValueError where none is, None where there is none.
 
     All ranks check together, each its share of the parts; the list is rank 0's, which prints what it skips.
     """
     problems: dict[Path, str] = {}
-    found, rank, ranks = [Path(one) for one in everyones([str(one) for one in found], group)[0]], 0, 1
+    paths, rank, ranks = [Path(path) for path in everyones([str(path) for path in paths], group)[0]], 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for path in reversed(found):
+    for path in reversed(paths):
         problem = next(filter(None, everyones(damage(path, rank, ranks), group)), None)
         if problem is None:
             for broken, why in problems.items() if rank == 0 else ():
@@ -238,8 +240,23 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: 
     return state
 
 
+def about(config: Train, corpus: data.Corpus) -> dict[str, Any]:
+    """What must be the same when a run goes on: the model, the data, and what decides their order."""
+    return {
+        "model": dataclasses.asdict(config.model),
+        "seed": config.seed,
+        "seq_len": config.seq_len,
+        A_STEP: config.batch * config.accumulate * config.strategy.data,
+        "data": {
+            "documents": config.data.documents,
+            "held_out": config.data.held_out,
+            "tokens": f"{len(corpus)} with checksum {data.checksum(corpus):08x}",  # wherever they lie now
+        },
+    }
+
+
 def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The saved state of a checkpoint of this training (trainer.about); a ValueError for any other.
+    """The saved state of a checkpoint of this training (`about`); a ValueError for any other.
 
     What an older checkpoint does not contain is not compared.
     """
@@ -261,13 +278,13 @@ def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -
 
 def read_state(path: Path) -> dict[str, Any]:
     """The state of a complete checkpoint, with the number of sequences of a step; a ValueError if it cannot be read."""
-    found = complete(path.parent)
-    if path not in found:
+    others = complete(path.parent)
+    if path not in others:
         below = complete(path / "checkpoints") or complete(path)
         if below:
             raise ValueError(f"{path} is a folder above checkpoints; use resume={below[-1]}")
-        others = ", ".join(p.name for p in found) or "none"
-        raise ValueError(f"{path} is not a complete checkpoint; complete there: {others}")
+        names = ", ".join(p.name for p in others) or "none"
+        raise ValueError(f"{path} is not a complete checkpoint; complete there: {names}")
     try:
         return stored.read_state(path)
     except Damaged as error:

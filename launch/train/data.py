@@ -40,17 +40,17 @@ class Corpus:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) as int64."""
-        pieces, i = [], bisect.bisect_right(self.ends, start)
+        blocks, i = [], bisect.bisect_right(self.ends, start)
         while count > 0:
             begin = self.ends[i - 1] if i else 0
             here = min(count, self.ends[i] - start)
             offset = (start - begin) * self.dtype.itemsize
-            piece = np.fromfile(self.files[i], self.dtype, here, offset=offset)
-            if len(piece) < here:
+            block = np.fromfile(self.files[i], self.dtype, here, offset=offset)
+            if len(block) < here:
                 raise ValueError(f"{self.files[i]} is shorter than when the run began; do not change data meanwhile")
-            pieces.append(piece)
+            blocks.append(block)
             start, count, i = start + here, count - here, i + 1
-        return np.concatenate(pieces).astype(np.int64)
+        return np.concatenate(blocks).astype(np.int64)
 
     def ends_within(self, start: int, count: int) -> np.ndarray:
         """Where files end after 1 to `count` - 1 of the tokens from `start` on."""
@@ -70,9 +70,9 @@ class Sample(NamedTuple):
 
     def predicted(self, count: int) -> np.ndarray:
         """Whether each of `count` tokens predicts its successor: not if another document begins there."""
-        found = np.ones(count, bool)
-        found[self.cuts[self.cuts <= count] - 1] = False
-        return found
+        inside = np.ones(count, bool)
+        inside[self.cuts[self.cuts <= count] - 1] = False
+        return inside
 
 
 @dataclass(frozen=True)
@@ -178,32 +178,32 @@ def check_tokens(corpus: Corpus) -> None:
 
 def find(folder: Path, suffix: str, skip: tuple[str, ...] = ()) -> list[Path]:
     """The non-empty files below a folder, by name; not those of installed packages or caches, nor hidden ones."""
-    found = []
-    for place, folders, names in os.walk(folder):
+    files = []
+    for at, folders, names in os.walk(folder):
         folders[:] = [f for f in folders if f not in (*NOT_OURS, *skip) and f[0] != "."]
-        found += [Path(place, n) for n in names if n.endswith(suffix) and not n.startswith(".")]
-    return sorted(f for f in found if f.is_file() and f.stat().st_size)
+        files += [Path(at, n) for n in names if n.endswith(suffix) and not n.startswith(".")]
+    return sorted(f for f in files if f.is_file() and f.stat().st_size)
 
 
 def samples(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Samples:
-    """The corpus cut into sequences; a ValueError if it is too short for one."""
-    cut = Samples(corpus, seq_len, seed, data.held_out, data.documents)
-    if cut.total < 1:
+    """The corpus divided into sequences; a ValueError if it is too short for one."""
+    dealt = Samples(corpus, seq_len, seed, data.held_out, data.documents)
+    if dealt.total < 1:
         shorter = f"seq_len={len(corpus) - 1} or less, or " * (len(corpus) > 1)
         raise ValueError(
             f"{corpus.name} has {len(corpus)} tokens, one sequence takes seq_len + 1 = {seq_len + 1}; "
             f"use {shorter}more data"
         )
-    return cut
+    return dealt
 
 
-def extremes(corpus: Corpus, vocab: int, part: int = 0, parts: int = 1, piece: int = 1 << 24) -> tuple[int, int]:
+def extremes(corpus: Corpus, vocab: int, part: int = 0, parts: int = 1, size: int = 1 << 24) -> tuple[int, int]:
     """The lowest and the highest token in one of `parts` parts of the files; (0, 0) if every value is valid."""
     kind, low, high = np.iinfo(corpus.dtype), 0, 0
     for file in corpus.files if kind.min < 0 or kind.max >= vocab else ():
         tokens = np.memmap(file, corpus.dtype, "r")
-        for at in range(len(tokens) * part // parts, end := len(tokens) * (part + 1) // parts, piece):
-            here = tokens[at : min(at + piece, end)]
+        for at in range(len(tokens) * part // parts, end := len(tokens) * (part + 1) // parts, size):
+            here = tokens[at : min(at + size, end)]
             low, high = min(low, int(here.min())), max(high, int(here.max()))
     return low, high
 

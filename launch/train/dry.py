@@ -7,12 +7,13 @@ other matrix products at the machine's rate. What FSDP moves is assumed to be hi
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import torch
 
 from ringattn.conf.schema import Train
 from ringattn.launch.train import data, estimate, model, parallelize
+from ringattn.launch.train.checkpoint import about, matching
 from ringattn.machine import ITEMS, Machine, load, of_device
 from ringattn.planning import Plan
 
@@ -39,6 +40,8 @@ def report(config: Train) -> str:
     machine, decoder, ranks = machine_of(config), decoder_of(config), config.nproc or 1
     plan = parallelize.plan_of(config)
     samples = data.of(config)
+    if config.resume not in (None, "auto"):
+        matching(Path(config.resume), about(config, samples.corpus))
     a_step = config.batch * config.accumulate * config.strategy.data
     lengths = [samples.train(i).lengths(config.seq_len) for i in range(a_step)] if samples.documents else None
     flops = sum(estimate.train_flops(config.model, n) for n in lengths or [[config.seq_len]] * a_step)
@@ -48,14 +51,14 @@ def report(config: Train) -> str:
 
 
 def shapes(
-    config: Train, decoder: model.Decoder, plan: Plan, samples: Any, ranks: int, flops: float, note: str = ""
+    config: Train, decoder: model.Decoder, plan: Plan, samples: data.Samples, ranks: int, flops: float
 ) -> list[tuple[str, str]]:
     """The rows about sizes and memory."""
     weights = sum(p.numel() for p in decoder.parameters())
     memory = estimate.needs(config, decoder, plan.local_len, ranks)
     corpus, a_step = samples.corpus, config.batch * config.accumulate * config.strategy.data
     return [
-        ("ranks", f"{ranks} on {config.device}, {config.precision}{note}"),
+        ("ranks", f"{ranks} on {config.device}, {config.precision}"),
         ("weights", f"{weights / 1e6:.2f} million in {config.model.layers} blocks"),
         ("a step", f"{config.seq_len} tokens x {a_step} sequences, {plan.local_len} tokens of each a rank"),
         ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(samples)} sequences"),

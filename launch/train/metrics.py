@@ -27,9 +27,9 @@ MIB = 2**20
 def peak_flops(device: torch.device) -> float:
     """The peak flops of one rank: of a GPU from its data sheet, else measured with a large matrix product."""
     if device.type == "cuda":
-        known = [peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name(device)]
-        if known:
-            return known[0]
+        peaks = [peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name(device)]
+        if peaks:
+            return peaks[0]
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (768, torch.float32)
     a, best = torch.randn(n, n, device=device, dtype=dtype), float("inf")
     for _ in range(6):
@@ -205,11 +205,11 @@ def wandb_run(wandb: Any, folder: Path, config: Train) -> Any:
     with writing(kept):
         if not kept.exists():
             kept.write_text(secrets.token_hex(8))
-        known = kept.read_text().strip()
+        run_id = kept.read_text().strip()
     about = dataclasses.asdict(config)
     try:
         return wandb.init(
-            project=config.wandb, dir=str(folder), name=folder.name, id=known, resume="allow", config=about
+            project=config.wandb, dir=str(folder), name=folder.name, id=run_id, resume="allow", config=about
         )
     except wandb.Error as error:
         kind = OSError if isinstance(error, wandb.errors.CommError) else ValueError  # the network may come back
@@ -222,14 +222,14 @@ def wandb_run(wandb: Any, folder: Path, config: Train) -> Any:
 
 def loggers(config: Train) -> dict[str, Any]:
     """The modules of the requested loggers, by package; a ValueError for one that is not installed."""
-    wanted, found = {"torch.utils.tensorboard": config.tensorboard, "wandb": config.wandb}, {}
+    wanted, modules = {"torch.utils.tensorboard": config.tensorboard, "wandb": config.wandb}, {}
     for module in (name for name, enabled in wanted.items() if enabled):
         package = module.rpartition(".")[2]
         try:
-            found[package] = import_module(module)
+            modules[package] = import_module(module)
         except ImportError:
             raise ValueError(f"{package} is not installed; pip install {package}, or leave it out") from None
-    return found
+    return modules
 
 
 @contextlib.contextmanager
@@ -250,10 +250,10 @@ def cut(path: Path, step: int) -> None:
     if rows and step == 0:
         aside = path.replace(path.with_name(f"{path.name}.aside"))
         echo(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {aside}")
-    part = path.with_name(f"{path.name}.part")
+    unfinished = path.with_name(f"{path.name}.part")
     with writing(path):
-        part.write_text("".join(f"{json.dumps(row)}\n" for row in rows if 0 <= row["step"] <= step))
-        part.replace(path)
+        unfinished.write_text("".join(f"{json.dumps(row)}\n" for row in rows if 0 <= row["step"] <= step))
+        unfinished.replace(path)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -90,18 +90,18 @@ def initialise(part: nn.Module, name: str, seed: int, layers: int, shard: tuple[
         weight[first:last].copy_(drawn.view(-1, *weight.shape[1:]).mul_(deviation))
 
 
-def normal(name: str, begin: int, end: int, piece: int = 2**16) -> Tensor:
-    """Numbers [begin, end) of an endless normal sequence that depends on its name alone; threads draw a piece each."""
-    low, high = begin // piece, -(-end // piece)
-    drawn = torch.empty((high - low) * piece)
+def normal(name: str, begin: int, end: int, size: int = 2**16) -> Tensor:
+    """Numbers [begin, end) of an endless normal sequence that depends on its name alone; `size` of them a thread."""
+    low, high = begin // size, -(-end // size)
+    drawn = torch.empty((high - low) * size)
 
     def draw(i: int) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {low + i}".encode()))
-        drawn[i * piece : (i + 1) * piece].normal_(generator=generator)
+        drawn[i * size : (i + 1) * size].normal_(generator=generator)
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(draw, range(high - low)))
-    return drawn[begin - low * piece : end - low * piece]
+    return drawn[begin - low * size : end - low * size]
 
 
 def shard(part: nn.Module, mesh: Any, precision: str) -> None:

@@ -1,24 +1,14 @@
-"""What a run says about itself: what it would do (a dry run), what it did, and the picture of it."""
+"""What a run says about itself: what it did, and the picture of it."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from ringattn.conf.schema import Train
-from ringattn.launch.train import dry, estimate, metrics
+from ringattn.launch.train import metrics
 from ringattn.launch.train.metrics import columns, echo, writing
-
-
-def plan_of(job: Any) -> str:
-    """The report of a dry run among started ranks: the model, the memory, and how the sequence is spread."""
-    there = job.device.type == job.config.device
-    note = "" if there else ", which need not be here"
-    flops = estimate.step_flops(job, 0)
-    rows = dry.shapes(job.config, job.decoder, job.plan, job.samples, dist.get_world_size(), flops, note)
-    return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
 
 
 def finish(
@@ -90,9 +80,9 @@ def again(config: Train, folder: Path, swept: str = "") -> str:
     """
     if swept and config.run:
         return "go on with the same words and resume=auto"
-    alone = f", without --multirun, with {swept}" if swept else ""
+    single = f", without --multirun, with {swept}" if swept else ""
     where = f"folder={config.folder} " * (config.folder != Train().folder)
-    return f"go on with the same words{alone} and {where}run={folder.name} resume=auto"
+    return f"go on with the same words{single} and {where}run={folder.name} resume=auto"
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -136,9 +126,9 @@ def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float)
     left.locator_params("x", integer=True)
     left.legend()
     for right in axes[1:]:
-        for name, found in probes.items():
-            if found:
-                right.plot(*columns(found, "seq_len", "memory_mib"), marker="o", label=name)
+        for name, memory in probes.items():
+            if memory:
+                right.plot(*columns(memory, "seq_len", "memory_mib"), marker="o", label=name)
         right.set(title="memory that one pass adds", xlabel="sequence length", ylim=(0, None))
         right.set_ylabel("MiB a rank, beside what it held before")
         if len(right.lines) > 1:

@@ -66,12 +66,11 @@ def here(
     try:
         if config.cluster.kind == "torchrun":
             raise ValueError("cluster=torchrun, and no ranks were started; run torchrun ... -m ringattn.launch.train")
-        if config.cluster.kind == "ray":
+        if config.cluster.kind == "ray" and not config.dry_run:
             from ringattn.launch.train import ray
 
             summary, folder = ray.fit(config, work, new_folder)
-            if not config.dry_run:
-                kept.append({"swept": swept, **finish(config, folder, {"Ray": folder}, summary, swept)})
+            kept.append({"swept": swept, **finish(config, folder, {"Ray": folder}, summary, swept)})
             return None if summary.get("stopped") else 0
         config = resolved(config, None)
         ranks = config.nproc or 1
@@ -80,19 +79,14 @@ def here(
         if ended(config, folder):
             echo(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}", sys.stdout)
             return 0
-        if config.dry_run and config.resume in (None, "auto"):  # no rank is started, so there may be any number
-            from ringattn.launch.train import dry
-
-            print(dry.report(config))
-            return 0
+        if config.dry_run:
+            return foresee(config)
         announce(config, folder)
         summary = trained(config, folder, began or time.time())
-        if config.dry_run:
-            return 0
         beside, stopped = {plural(ranks): folder}, summary["stopped"]
         if config.reference and ranks > 1 and not stopped and config.resume is None:
-            one = compared(config, folder / "one-rank")
-            beside, stopped = beside | one, not one
+            reference = compared(config, folder / "one-rank")
+            beside, stopped = beside | reference, not reference
         kept.append({"swept": swept, **finish(config, folder, beside, summary, swept)})
         return None if stopped else 0
     except torchrun.Stopped:
@@ -117,19 +111,25 @@ def check(config: Train) -> None:
     metrics.loggers(config)
 
 
+def foresee(config: Train) -> int:
+    """A dry run, for which no rank is needed, nor what they would run on."""
+    from ringattn.launch.train import dry
+
+    print(dry.report(config))
+    return 0
+
+
 def announce(config: Train, folder: Path) -> None:
     """Print what begins now, and where it writes."""
-    if not config.dry_run:
-        what = f"{config.model.layers} blocks of width {config.model.dim} on {config.data.path}"
-        where = f"sequences of {config.seq_len:,} tokens over {plural(config.nproc or 1)} on {config.device}"
-        echo(f"trains {what}, {where}; writes to {folder}")
+    what = f"{config.model.layers} blocks of width {config.model.dim} on {config.data.path}"
+    where = f"sequences of {config.seq_len:,} tokens over {plural(config.nproc or 1)} on {config.device}"
+    echo(f"trains {what}, {where}; writes to {folder}")
 
 
 def trained(config: Train, folder: Path, began: float) -> dict[str, Any]:
-    """The figures of rank 0, of ranks that are started here: on CPUs where a dry run is for GPUs that are not here."""
-    ranks = config.nproc or 1
-    device = config.device if ranks <= torch.cuda.device_count() else "cpu"
-    return torchrun.local(work, ranks, device, config, str(folder), began, patience=config.cluster.timeout)[0]
+    """The figures of rank 0, of ranks that are started here."""
+    limit = config.cluster.timeout
+    return torchrun.local(work, config.nproc or 1, config.device, config, str(folder), began, patience=limit)[0]
 
 
 def compared(config: Train, folder: Path) -> dict[str, Path]:
@@ -152,12 +152,14 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
     rank = torchrun.rank()
     try:
         config = resolved(config, int(os.environ["WORLD_SIZE"]))
-        torchrun.join(config.device if torch.cuda.device_count() else "cpu", config.cluster.timeout)
+        if config.dry_run:
+            return foresee(config) if rank == 0 else 0
+        torchrun.join(config.device, config.cluster.timeout)
         folder, started_at = shared(config, began or time.time())
         if rank == 0:
             announce(config, folder)
         summary = record(work)(config, str(folder), started_at)
-        if rank == 0 and not config.dry_run:
+        if rank == 0:
             finish(config, folder, {plural(dist.get_world_size()): folder}, summary or {})
         dist.barrier()
         dist.destroy_process_group()
@@ -246,18 +248,18 @@ def shared(config: Train, began: float) -> tuple[Path, float]:
 
     What it refuses, later attempts refuse too.
     """
-    found: dict[str, Any] = {"folder": "", "problem": "", "started_at": began}
+    choice: dict[str, Any] = {"folder": "", "problem": "", "started_at": began}
     if dist.get_rank() == 0:
         refused, notes = "refused", torchrun.notes()
-        found["started_at"] = float(notes.compare_set("started_at", "", str(began)))
+        choice["started_at"] = float(notes.compare_set("started_at", "", str(began)))
         try:
-            found["problem"] = notes.get(refused).decode() if notes.check([refused]) else ""
-            found["folder"] = str(new_folder(config))
+            choice["problem"] = notes.get(refused).decode() if notes.check([refused]) else ""
+            choice["folder"] = str(new_folder(config))
         except ValueError as error:
-            found["problem"] = str(error)
+            choice["problem"] = str(error)
             notes.set(refused, str(error))
     with lost.missing_named("before the training"):
-        found = messages.gather(found)[0]
-    if found["problem"]:
-        raise ValueError(found["problem"])
-    return Path(found["folder"]), found["started_at"]
+        choice = messages.gather(choice)[0]
+    if choice["problem"]:
+        raise ValueError(choice["problem"])
+    return Path(choice["folder"]), choice["started_at"]

@@ -40,8 +40,8 @@ def name_of(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """The step after which a checkpoint was saved, by its name; None for what has no checkpoint's name."""
-    found = re.fullmatch(r"step-([0-9]{8,18})", path.name)
-    return int(found[1]) if found and path.name == name_of(int(found[1])) else None
+    match = re.fullmatch(r"step-([0-9]{8,18})", path.name)
+    return int(match[1]) if match and path.name == name_of(int(match[1])) else None
 
 
 def numbered(folder: Path) -> list[Path]:
@@ -223,9 +223,9 @@ def check(file: Path, saved: dict[str, Any], header: Header, content: int) -> No
     """An error if a part is not as it was saved, or does not hold just these rows."""
     with opened(file) as start:
         size = os.fstat(start.fileno()).st_size
-        found = checksum(file) if size == saved["bytes"] else {"bytes": size}
-        if found != saved:
-            raise ValueError(f"it was saved with {saved} and has {found}: damaged, or of another checkpoint")
+        now = checksum(file) if size == saved["bytes"] else {"bytes": size}
+        if now != saved:
+            raise ValueError(f"it was saved with {saved} and has {now}: damaged, or of another checkpoint")
         length = int.from_bytes(start.read(8), "little")
         if size != 8 + length + content or json.loads(start.read(length)) != header:
             raise ValueError("it does not hold the tensors that state.json lists")
@@ -238,10 +238,10 @@ def reason(error: Exception) -> str:
 
 def checksum(file: Path) -> dict[str, Any]:
     """The size and the CRC-32 of a file."""
-    crc, size, piece = 0, 0, memoryview(bytearray(PIECE))
+    crc, size, block = 0, 0, memoryview(bytearray(PIECE))
     with file.open("rb", buffering=0) as opened:
-        while count := opened.readinto(piece):
-            crc, size = zlib.crc32(piece[:count], crc), size + count
+        while count := opened.readinto(block):
+            crc, size = zlib.crc32(block[:count], crc), size + count
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 

@@ -26,9 +26,8 @@ from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench
 from ringattn.launch.processes import CLOSED
-from ringattn.launch.train import data, estimate, metrics, model, parallelize, report, torchrun
-from ringattn.launch.train.checkpoint import Checkpoints, begin_of, load, matching, newest, set_aside
-from ringattn.launch.train.stored import A_STEP
+from ringattn.launch.train import data, estimate, metrics, model, parallelize, torchrun
+from ringattn.launch.train.checkpoint import Checkpoints, about, begin_of, load, newest, set_aside
 from ringattn.launch.train.torchrun import Stop
 from ringattn.models.batch import IGNORED, local_batch
 from ringattn.models.loss import token_mean
@@ -69,18 +68,11 @@ def work(
     SIGTERM.
     """
     stop = Stop(config.cluster.timeout, should_stop)
-    over_gpus = "nccl" in dist.get_backend_config()  # a dry run may be for GPUs that are not here
-    device = torch.device("cuda", torch.cuda.current_device()) if over_gpus else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // torchrun.neighbours()) if device.type == "cpu" else 1)
     with lost.missing_named("preparing the training"):
         job = prepare(config, Path(folder), device, started_at)
     rank0 = dist.get_rank() == 0
-    if config.dry_run:
-        if config.resume not in (None, "auto"):
-            matching(Path(config.resume), about(job))
-        if rank0:
-            print(report.plan_of(job))
-        return {}
     with contextlib.closing(save_config(job)) if rank0 else contextlib.nullcontext():
         stopped = train(job, stop)
     if config.snapshot and device.type == "cuda" and rank0:
@@ -135,13 +127,10 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
     limit = timedelta(seconds=config.cluster.timeout)
     lost.set_timeout(limit)
     meshes.set_timeouts(limit, mesh, everyone)
-    there = device.type == config.device
-    plan = parallelize.plan_of(config, mesh if there else None)
-    where = torch.device("meta") if config.dry_run else device
+    plan = parallelize.plan_of(config, mesh)
     decoder = parallelize.build(
-        m, config.seed, where, None if config.dry_run else everyone,
-        recompute=s.recompute, precision=config.precision, compile=config.compile,
-    )  # fmt: skip
+        m, config.seed, device, everyone, recompute=s.recompute, precision=config.precision, compile=config.compile
+    )
     o = config.optimizer
     matrices = [p for p in decoder.parameters() if p.dim() > 1]
     norms = [p for p in decoder.parameters() if p.dim() <= 1]
@@ -303,34 +292,18 @@ def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
     """Save a checkpoint with the number of sequences so far, and log how long training waited."""
     begin = time.perf_counter()
     seen = {"sequences": job.step * job.a_step, "steps": job.config.steps, "started_at": job.started_at}
-    checkpoints.save(job.step, job.decoder, job.optimizer, {**about(job), **seen})
+    checkpoints.save(job.step, job.decoder, job.optimizer, {**about(job.config, job.samples.corpus), **seen})
     if log:
         log.write({"kind": "save", "step": job.step, "seconds": time.perf_counter() - begin})
 
 
-def about(job: Job) -> dict[str, Any]:
-    """What must be the same when a run goes on: the model, the data, and what decides their order."""
-    config, corpus = job.config, job.samples.corpus
-    return {
-        "model": dataclasses.asdict(config.model),
-        "seed": config.seed,
-        "seq_len": config.seq_len,
-        A_STEP: job.a_step,
-        "data": {
-            "documents": config.data.documents,
-            "held_out": config.data.held_out,
-            "tokens": f"{len(corpus)} with checksum {data.checksum(corpus):08x}",  # wherever they lie now
-        },
-    }
-
-
 def resume(job: Job, checkpoints: Checkpoints) -> None:
     """Go on where a checkpoint ended: the weights, the moments, and the next sequence of the data."""
-    found, steps = begin_of(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
-    path = newest(found, checkpoints.group)
+    begin, steps = begin_of(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
+    path = newest(begin, checkpoints.group)
     if path is None:
         return
-    state = load(path, job.decoder, job.optimizer, about(job))
+    state = load(path, job.decoder, job.optimizer, about(job.config, job.samples.corpus))
     job.step = state["step"]
     if dist.get_rank() == 0:
         at = f"already at step {job.step} of {steps}:" if job.step >= steps else f"goes on after step {job.step} from"

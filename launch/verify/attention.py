@@ -36,10 +36,10 @@ def of_feature(name: str, heads: int, precision: str) -> Known:
 
 def check(case: Case, mesh: Any, given: dict[str, Any], truth: Known, kernel: str) -> Any:
     """One rank's errors, and its share of what is the same on all ranks."""
-    found = oracle.run(case, mesh, given, kernel)
-    elements = rounding.locally(case, mesh, found, truth.exact, truth.allowed)
-    errors = {**oracle.errors(case, mesh, found, truth.exact), "element": max(elements.values())}
-    return errors, found.get("dsinks")
+    results = oracle.run(case, mesh, given, kernel)
+    elements = rounding.locally(case, mesh, results, truth.exact, truth.allowed)
+    errors = {**oracle.errors(case, mesh, results, truth.exact), "element": max(elements.values())}
+    return errors, results.get("dsinks")
 
 
 def shared(total: Tensor, truth: Known) -> dict[str, float]:

@@ -105,7 +105,8 @@ def inputs(
     key_heads: int = H, states: int = B,
 ) -> dict[str, Any]:  # fmt: skip
     """Random q, k, v, log decays, states and what comes back; the same on every rank. With `beta`, by the delta rule,
-    every second k has length 1 and the others are shorter, and some betas are 0, 1 and 2.
+    every second k has length 1 and the others are shorter, and some betas are 0, 1 and 2. If `deep` is small, states
+    are forgotten as slowly.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -126,7 +127,7 @@ def inputs(
         given["k"] = torch.nn.functional.normalize(k, dim=-1) * lengths[..., None]
         for t, value in enumerate((0.0, 0.5, 1.0)):
             betas[:, t::7] = value
-        given["beta"] = 2 * betas
+        given["beta"] = 2 * min(deep, 1.0) * betas
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     in_float32 = ("state", "dend", "g", "beta")
     return {n: x if x is None else x.to(exact if n in in_float32 else dtype) for n, x in given.items()}
@@ -203,9 +204,9 @@ def docs_of(lengths: Lengths | None, T: int) -> ra.Docs | None:
 
 def errors(mesh: Any, given: dict[str, Any], expected: dict[str, Tensor], docs: ra.Docs | None, **choices: Any) -> Any:
     """This rank's relative errors of out, end and gradients; and its share of the initial state's gradient."""
-    found, share, plan = run(mesh, given, docs, **choices)
-    end = found.pop("end")
-    result = {n: error(x, local(expected[n], plan, 0.0), float(expected[n].norm())) for n, x in found.items()}
+    results, share, plan = run(mesh, given, docs, **choices)
+    end = results.pop("end")
+    result = {n: error(x, local(expected[n], plan, 0.0), float(expected[n].norm())) for n, x in results.items()}
     return {**result, "end": error(end, expected["end"], float(expected["end"].norm()))}, share
 
 
@@ -229,12 +230,12 @@ def run(mesh: Any, given: dict[str, Any], docs: ra.Docs | None, **choices: Any) 
     grads = torch.autograd.grad(
         (out, end), (*leaves.values(), state), (local(given["dout"], plan), given["dend"] * share)
     )
-    found = {"out": out.detach(), "end": end.detach()}
-    return {**found, **{f"d{n}": x for n, x in zip(leaves, grads, strict=False)}}, grads[-1], plan
+    results = {"out": out.detach(), "end": end.detach()}
+    return {**results, **{f"d{n}": x for n, x in zip(leaves, grads, strict=False)}}, grads[-1], plan
 
 
 def worst(results: list[Any], expected: dict[str, Tensor]) -> dict[str, float]:
     """The largest error of any rank, and the error of the sum of the shares."""
-    found = {n: max(errors[n] for errors, _ in results) for n in results[0][0]}
+    errors_of = {n: max(errors[n] for errors, _ in results) for n in results[0][0]}
     total = sum(share.double() for _, share in results)
-    return {**found, "dstate": error(total, expected["dstate"], float(expected["dstate"].norm()))}
+    return {**errors_of, "dstate": error(total, expected["dstate"], float(expected["dstate"].norm()))}

@@ -161,7 +161,7 @@ def load(options: Any) -> Any:
 def has_weights(name: str) -> bool:
     if not is_here(name):
         return True
-    return any(found for kind in ("*.safetensors*", "*.bin*") for found in Path(name).glob(kind))
+    return any(file for kind in ("*.safetensors*", "*.bin*") for file in Path(name).glob(kind))
 
 
 class Precise(TorchFunctionMode):
@@ -221,19 +221,21 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def over_ranks(options: Any, model: Any, batch: Batch) -> Found:
     if options.backend == "threads":
         models = [deepcopy(model) for _ in range(options.count)]
-        return local.run(lambda mesh: one(mesh, models[mesh.rank], batch), device=options.device, ring=options.count,
-                         timeout=options.timeout)[0]  # fmt: skip
+        return local.run(
+            lambda mesh: one_rank(mesh, models[mesh.rank], batch), device=options.device, ring=options.count,
+            timeout=options.timeout,
+        )[0]  # fmt: skip
     return processes.run(process, options.count, options, backend=options.backend, timeout=options.timeout)[0]
 
 
 def process(options: Any) -> Found | None:
     """One rank of processes: what the first one found."""
     model, mesh = load(options), init_mesh(ring=options.count, device_type=options.device)
-    found = one(mesh, model, draw(options, model))
-    return found if mesh.get_rank() == 0 else None
+    result = one_rank(mesh, model, draw(options, model))
+    return result if mesh.get_rank() == 0 else None
 
 
-def one(mesh: Any, model: Any, batch: Batch) -> Found:
+def one_rank(mesh: Any, model: Any, batch: Batch) -> Found:
     """One rank of the prepared model; what it gives is of the whole sequence."""
     plan = choosing.plan(mesh, seq_len=batch.tokens.shape[1])
     output = hf_model.prepare(model, plan)(
@@ -254,24 +256,24 @@ def compared(exact: Found, own: Found, spread: Found) -> list[Row]:
     for at, names in by_layer(list(exact.gradients), layers).items():
         floor = SMALL * max(float(exact.gradients[name].norm()) for name in names)
         for name in names:
-            found = (error(of.gradients[name], exact.gradients[name], floor) for of in (spread, own))
-            rows[at].gradients[name] = tuple(found)  # type: ignore[assignment]
+            errors = (error(of.gradients[name], exact.gradients[name], floor) for of in (spread, own))
+            rows[at].gradients[name] = tuple(errors)  # type: ignore[assignment]
     return rows
 
 
 def by_layer(names: list[str], layers: int) -> dict[int, list[str]]:
     """The weights of each row: 0 is the embeddings, -1 what follows the layers."""
-    found: dict[int, list[str]] = {}
+    by_row: dict[int, list[str]] = {}
     for name in names:
         number = re.search(r"\.(\d+)\.", name)
         at = int(number[1]) + 1 if number else 0 if any(word in name for word in ("embed", "wte", "wpe")) else -1
-        found.setdefault(at if at <= layers else -1, []).append(name)
-    return found
+        by_row.setdefault(at if at <= layers else -1, []).append(name)
+    return by_row
 
 
-def error(found: Tensor, truth: Tensor, floor: float = 0.0) -> float:
-    """|found - truth| / |truth|; inf where something is NaN or infinite."""
-    gap = float((found.to(truth.device).double() - truth).norm()) / max(float(truth.norm()), floor, 1e-30)
+def error(result: Tensor, truth: Tensor, floor: float = 0.0) -> float:
+    """|result - truth| / |truth|; inf where something is NaN or infinite."""
+    gap = float((result.to(truth.device).double() - truth).norm()) / max(float(truth.norm()), floor, 1e-30)
     return gap if gap == gap else float("inf")
 
 

@@ -55,13 +55,13 @@ def near(spec: AttentionSpec, i: Tensor, j: Tensor) -> Tensor:
 
 def spans_of(case: Case, batch_row: int) -> list[tuple[int, int]]:
     """The ranges of tokens that see one another."""
-    found = [] if case.spans is None else list(case.spans)
-    if found and isinstance(found[0], list):
-        found = list(found[batch_row])
+    spans = [] if case.spans is None else list(case.spans)
+    if spans and isinstance(spans[0], list):
+        spans = list(spans[batch_row])
     lengths = [] if case.prefix is None else row_of(case.lengths, batch_row)
     for i, n in enumerate([] if case.prefix is None else row_of(case.prefix, batch_row)):
-        found.append((sum(lengths[:i]), sum(lengths[:i]) + n))
-    return found
+        spans.append((sum(lengths[:i]), sum(lengths[:i]) + n))
+    return spans
 
 
 def on_branches(case: Case, batch_row: int) -> Tensor:
@@ -161,9 +161,9 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
 
 def large_scores(given: dict[str, Tensor], size: float = 1e4) -> dict[str, Tensor]:
     """The same with scores, where the scale is 1, and sinks that float32 holds exactly, and that are about `size`."""
-    found = {n: (given[n] * 2).round() / (8 if n == "k" else 1) for n in "qk"}
-    found["q"][..., 0], found["k"][..., 0] = size, 1.0
-    return {**given, **found, "sinks": size + (given["sinks"] * 8).round() / 8}
+    scored = {n: (given[n] * 2).round() / (8 if n == "k" else 1) for n in "qk"}
+    scored["q"][..., 0], scored["k"][..., 0] = size, 1.0
+    return {**given, **scored, "sinks": size + (given["sinks"] * 8).round() / 8}
 
 
 def loss(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Tensor:
@@ -220,40 +220,40 @@ def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", *
     dout = local(given["dout"], plan) if "dout" in given else None
     loss(out, lse, dout, local(given["dlse"], plan, 1.0) if "dlse" in given else None).backward()
     grads = {f"d{n}": torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
-    found = {"out": out.detach(), "lse": lse.detach(), **grads}
-    return found if sinks is None else {**found, "dsinks": sinks.grad}
+    results = {"out": out.detach(), "lse": lse.detach(), **grads}
+    return results if sinks is None else {**results, "dsinks": sinks.grad}
 
 
-def errors(case: Case, mesh: Any, found: dict[str, Any], truth: dict[str, Tensor]) -> dict[str, float]:
+def errors(case: Case, mesh: Any, results: dict[str, Any], truth: dict[str, Tensor]) -> dict[str, float]:
     """The relative error (norm) of each local result; inf where padding leaked or an empty row is not one."""
     scales = {name: float(torch.nan_to_num(x, neginf=0).norm()) for name, x in truth.items()}
-    return {name: error(x, expected, scales[name]) for name, x, _, expected in beside(case, mesh, found, truth)}
+    return {name: error(x, expected, scales[name]) for name, x, _, expected in beside(case, mesh, results, truth)}
 
 
 def beside(
-    case: Case, mesh: Any, found: dict[str, Any], truth: dict[str, Tensor]
+    case: Case, mesh: Any, results: dict[str, Any], truth: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, Any, Tensor]]:
     """Each local result with its name, the plan that it is spread by and what it should be.
 
     Not dsinks, of which each rank has a share.
     """
     plan = plan_of(case, mesh)
-    for name, x in found.items():
+    for name, x in results.items():
         if name != "dsinks":
             p = plan.keys if name in ("dk", "dv") else plan
             yield name, x, p, local(truth[name].to(x.device), p, float("-inf") if name == "lse" else 0.0)
 
 
-def error(found: Tensor, expected: Tensor, scale: float) -> float:
-    """|found - expected| / the norm of the whole result; inf if one is infinite or NaN where the other is not."""
-    found = found.double()
-    same = torch.equal(torch.isfinite(found), torch.isfinite(expected)) and not bool(found.isnan().any())
+def error(result: Tensor, expected: Tensor, scale: float) -> float:
+    """|result - expected| / the norm of the whole result; inf if one is infinite or NaN where the other is not."""
+    result = result.double()
+    same = torch.equal(torch.isfinite(result), torch.isfinite(expected)) and not bool(result.isnan().any())
     if not same:
         return float("inf")
-    gap = torch.where(torch.isfinite(expected), found - expected, 0.0)
+    gap = torch.where(torch.isfinite(expected), result - expected, 0.0)
     return float(gap.norm()) / max(scale, 1e-30)
 
 
-def off(found: Tensor, exact: Tensor) -> float:
+def off(result: Tensor, exact: Tensor) -> float:
     """The relative error of a whole result."""
-    return error(found, exact, float(torch.nan_to_num(exact, neginf=0).norm()))
+    return error(result, exact, float(torch.nan_to_num(exact, neginf=0).norm()))

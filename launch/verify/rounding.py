@@ -96,8 +96,8 @@ def allowances(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
     rows = range(case.batch)
     real = torch.stack([oracle.real_rows(case, b) for b in rows])[:, None, :, None]
     seen = torch.stack([oracle.visible(case, b) for b in rows])[:, None] & real
-    found = scores_of(case, q, k, unit)
-    s, off = found.s.masked_fill(~seen, -torch.inf), found.off * seen
+    scores = scores_of(case, q, k, unit)
+    s, off = scores.s.masked_fill(~seen, -torch.inf), scores.off * seen
     if case.sinks:
         sink = given["sinks"].double()[:, None, None].expand(*s.shape[:3], 1)
         s = torch.cat([s, sink.masked_fill(~real, -torch.inf)], -1)
@@ -123,8 +123,8 @@ def allowances(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
     delta_off = delta_off + unit * dlse.abs()
     gap = (dout @ v.mT - delta).abs()
     gap_off = delta_off + unit * (dout.abs() @ v.abs().mT)
-    ds = p * gap * found.slope
-    ds_off = (p_off * gap + p * gap_off) * found.slope + p * (gap + gap_off) * found.slope_off
+    ds = p * gap * scores.slope
+    ds_off = (p_off * gap + p * gap_off) * scores.slope + p * (gap + gap_off) * scores.slope_off
     ds_off = ds_off + (dtype.low + unit) * ds
     ds_off = (ds_off + dtype.lowest + dtype.least) * seen
     scale = case.spec.scale or case.head_dim**-0.5
@@ -173,10 +173,10 @@ def rule_mass(
     dv the delta rule is gated linear attention, in which k is a second query; it mixes channels, so each row has its
     norm here. Every token becomes two: one at which k reads, and one which writes and at which q reads.
     """
-    found = {n: x.double() for n, x in given.items() if x is not None}
-    v, beta, heads = found["v"], found["beta"][..., None], found["v"].shape[2]
-    q, k = (of_values(found[n], heads, 2) for n in "qk")
-    g = found.get("g", torch.zeros_like(beta))
+    exact_of = {n: x.double() for n, x in given.items() if x is not None}
+    v, beta, heads = exact_of["v"], exact_of["beta"][..., None], exact_of["v"].shape[2]
+    q, k = (of_values(exact_of[n], heads, 2) for n in "qk")
+    g = exact_of.get("g", torch.zeros_like(beta))
     g = g if g.dim() == 4 else g[..., None]
     scale, twice = q.shape[-1] ** -0.5, lengths and tuple(tuple(2 * n for n in row) for row in lengths)
 
@@ -194,14 +194,14 @@ def rule_mass(
         woven(g, torch.zeros_like(g)).expand(-1, -1, -1, k.shape[-1]),
     )
     woven_tokens = Inputs(*tokens, woven(0 * beta, beta)[..., 0], None, 1.0)
-    read = linear_oracle.walked(woven_tokens, twice, found["state"])[0][:, ::2]
+    read = linear_oracle.walked(woven_tokens, twice, exact_of["state"])[0][:, ::2]
     u, dv = (beta * (v - read)).abs(), exact["dv"].abs()
 
     def mass(writes: Tensor, dreads: Tensor) -> dict[str, Tensor]:
         sizes = {
             "q": woven(rows(k), scale * rows(q)), "k": woven(0 * beta, rows(k)), "v": woven(0 * v, writes),
-            "g": woven(g.amax(-1, keepdim=True) / 2, 0 * beta), "beta": None, "state": rows(found["state"], 2),
-            "dout": woven(dreads, found["dout"].abs()), "dend": rows(found["dend"], 2),
+            "g": woven(g.amax(-1, keepdim=True) / 2, 0 * beta), "beta": None, "state": rows(exact_of["state"], 2),
+            "dout": woven(dreads, exact_of["dout"].abs()), "dend": rows(exact_of["dend"], 2),
         }  # fmt: skip
         return linear_oracle.dense(sizes, twice)
 
@@ -212,7 +212,7 @@ def rule_mass(
         "out": m["out"][:, 1::2], "dq": scale * m["dq"][:, 1::2] * wide,
         "dk": (m["dk"][:, 1::2] + m["dq"][:, ::2]) * wide, "dv": beta * m["dv"][:, 1::2] + dv,
         "dbeta": (m["dv"][:, 1::2] * (v.abs() + m["out"][:, ::2])).sum(-1),
-        "end": m["end"].expand_as(found["state"]), "dstate": m["dstate"].expand_as(found["state"]),
+        "end": m["end"].expand_as(exact_of["state"]), "dstate": m["dstate"].expand_as(exact_of["state"]),
     }  # fmt: skip
 
 
@@ -220,21 +220,21 @@ def scaled(allowed: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: TIMES * x for name, x in allowed.items()}
 
 
-def over(found: Tensor, expected: Tensor, allowed: Tensor) -> float:
+def over(result: Tensor, expected: Tensor, allowed: Tensor) -> float:
     """The largest error over what its element is allowed; inf where one is infinite or NaN and the other is not."""
-    found = found.double()
+    result = result.double()
     finite = torch.isfinite(expected)
-    if found.isnan().any() or not torch.equal(torch.isfinite(found), finite) or not found.numel():
-        return float("inf") if found.numel() else 0.0
-    gap = torch.where(finite, found - expected, 0.0).abs()
+    if result.isnan().any() or not torch.equal(torch.isfinite(result), finite) or not result.numel():
+        return float("inf") if result.numel() else 0.0
+    gap = torch.where(finite, result - expected, 0.0).abs()
     return float((gap / allowed).nan_to_num(nan=0.0, posinf=torch.inf).max())
 
 
 def locally(
-    case: Case, mesh: Any, found: dict[str, Any], truth: dict[str, Tensor], allowed: dict[str, Tensor]
+    case: Case, mesh: Any, results: dict[str, Any], truth: dict[str, Tensor], allowed: dict[str, Tensor]
 ) -> dict[str, float]:
     """`over` of each of this rank's results; what is the same on all ranks (dsinks) is left out."""
     return {
         name: over(x, exact, oracle.local(allowed[name].to(x.device), plan, 0.0))
-        for name, x, plan, exact in oracle.beside(case, mesh, found, truth)
+        for name, x, plan, exact in oracle.beside(case, mesh, results, truth)
     }

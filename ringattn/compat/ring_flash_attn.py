@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn import api
-from ringattn.check import NO_ALIBI, NO_DROPOUT
+from ringattn.check.arguments import NO_ALIBI, NO_DROPOUT
 from ringattn.compat.hf_flash_attn import restore_hf_flash_attn as restore_hf_flash_attn
 from ringattn.compat.hf_flash_attn import substitute_hf_flash_attn as substitute_hf_flash_attn
 from ringattn.compat.hf_flash_attn import update_ring_flash_attn_params as update_ring_flash_attn_params

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from ringattn.check import of_batch, of_docs, of_lengths, of_plan, of_sinks
+from ringattn.check.attention import of_batch, of_docs, of_lengths, of_plan, of_sinks
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs, raise_if
 

@@ -14,7 +14,8 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check import of_arguments, of_packed, of_shapes
+from ringattn.check.arguments import of_arguments
+from ringattn.check.attention import of_packed, of_shapes
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, automatic_axes, platform
 from ringattn.jax.attention.steps import local_positions

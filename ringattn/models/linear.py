@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn import api
-from ringattn.check import of_arguments, of_packed, of_sizes
+from ringattn.check.arguments import of_arguments, of_sizes
+from ringattn.check.attention import of_packed
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import few_tokens

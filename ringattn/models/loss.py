@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn.check import of_arguments, of_packed
+from ringattn.check.arguments import of_arguments
+from ringattn.check.attention import of_packed
 from ringattn.kernels.arrays import accumulator
 from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.planning import Plan

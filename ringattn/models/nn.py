@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn import api, choosing
-from ringattn.check import has_shape, of_sizes
+from ringattn.check.arguments import has_shape, of_sizes
 from ringattn.kernels.arrays import accumulator
 from ringattn.models.linear import GatedDeltaNet as GatedDeltaNet
 from ringattn.models.linear import GatedLinearAttention as GatedLinearAttention

@@ -32,8 +32,8 @@ def describe(
     }
     for name, x in tensors.items():
         words[name] = "None" if x is None else f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-    for name, one in (("docs", docs), ("key_docs", key_docs), ("plan.docs", plan.docs)):
-        words[name] = "None" if one is None else f"{one} #{zlib.crc32(one.encoded.tobytes()):08x}"
+    for name, packed in (("docs", docs), ("key_docs", key_docs), ("plan.docs", plan.docs)):
+        words[name] = "None" if packed is None else f"{packed} #{zlib.crc32(packed.encoded.tobytes()):08x}"
     return words
 
 
@@ -51,17 +51,17 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     if alone or kind in plan.agreed:
         return
     try:
-        taken = [int(one) for one in same_data.taken(plan)]  # waits for the device
+        taken = [int(each) for each in same_data.taken(plan)]  # waits for the device
         mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken}
         entries = together(ulysses.exchange_words(together(ring.exchange_words([mine]))))
     except (RuntimeError, OSError) as error:
         if problem:
             raise ValueError(problem) from error
         raise
-    everyone = {(one["at"][0], one["at"][1]): one for one in entries}
-    complain({place: one["problem"] for place, one in everyone.items() if one["problem"]}, len(everyone))
-    same_data.judge({place: tuple(one["taken"]) for place, one in everyone.items()})  # may be why words differ
-    compare({place: one["words"] for place, one in everyone.items()})
+    everyone = {(entry["at"][0], entry["at"][1]): entry for entry in entries}
+    complain({place: entry["problem"] for place, entry in everyone.items() if entry["problem"]}, len(everyone))
+    same_data.judge({place: tuple(entry["taken"]) for place, entry in everyone.items()})  # may be why words differ
+    compare({place: entry["words"] for place, entry in everyone.items()})
     remember(plan, kind)
 
 
@@ -74,7 +74,7 @@ def refuse(problem: str, plan: Any) -> NoReturn:
 
 def together(parts: list[list[Entry]]) -> list[Entry]:
     """The entries that several ranks collected, as one list."""
-    return [one for part in parts for one in part]
+    return [entry for part in parts for entry in part]
 
 
 def kind_of(words: Words) -> tuple[Any, ...]:

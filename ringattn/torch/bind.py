@@ -51,7 +51,7 @@ def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
     """
     packed = call.docs is not None
     most = FEW if packed else MOST
-    same = [old for old, one in list(calls.items()) if (one.docs is not None) == packed]
+    same = [old for old, kept in list(calls.items()) if (kept.docs is not None) == packed]
     for old in same[: max(0, len(same) + 1 - most)]:
         calls.pop(old, None)
     calls[key] = call

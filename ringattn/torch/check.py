@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringattn.check import of_docs, of_lengths, of_plan, of_shapes, of_sinks
+from ringattn.check.attention import of_docs, of_lengths, of_plan, of_shapes, of_sinks
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
@@ -30,7 +30,7 @@ def problem(
 def of_types(**tensors: Any) -> str | None:
     """All are tensors."""
     wrong = ((name, type(x).__name__) for name, x in tensors.items() if not isinstance(x, Tensor))
-    return next((f"{name} is of type {found}; it must be a torch tensor" for name, found in wrong), None)
+    return next((f"{name} is of type {kind}; it must be a torch tensor" for name, kind in wrong), None)
 
 
 def of_tensors(q: Tensor, k: Tensor, v: Tensor, linear: bool = False) -> str | None:
@@ -38,8 +38,8 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor, linear: bool = False) -> str | N
     for name, x in named.items():
         if not x.is_floating_point() or x.element_size() < 2:
             return f"{name} is {x.dtype}; attention takes float16, bfloat16, float32 or float64"
-    if found := of_tangents(**named):
-        return found
+    if problem := of_tangents(**named):
+        return problem
     if len({x.dtype for x in named.values()}) > 1:
         return ", ".join(f"{n} is {x.dtype}" for n, x in named.items()) + "; give all three the same dtype"
     if len({x.device for x in named.values()}) > 1:
@@ -51,8 +51,8 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor, linear: bool = False) -> str | N
 
 def of_meta(**tensors: Tensor) -> str | None:
     """All tensors have numbers."""
-    found = (f"{name} is on meta, which has no numbers; pass a tensor on a device" for name in tensors)
-    return next((text for text, x in zip(found, tensors.values(), strict=True) if x.is_meta), None)
+    problems = (f"{name} is on meta, which has no numbers; pass a tensor on a device" for name in tensors)
+    return next((text for text, x in zip(problems, tensors.values(), strict=True) if x.is_meta), None)
 
 
 def of_dense(**tensors: Tensor | None) -> str | None:
@@ -81,7 +81,7 @@ def of_tangents(**tensors: Tensor | None) -> str | None:
 def of_sinks_for(q: Tensor, sinks: Tensor | None) -> str | None:
     if sinks is None:
         return None
-    found = of_dense(sinks=sinks) or of_sinks(sinks, q.shape[2], sinks.is_floating_point())
-    if found is None and sinks.device != q.device:
-        found = f"sinks is on {sinks.device}, q on {q.device}; put both on one device"
-    return found or of_tangents(sinks=sinks)
+    problem = of_dense(sinks=sinks) or of_sinks(sinks, q.shape[2], sinks.is_floating_point())
+    if problem is None and sinks.device != q.device:
+        problem = f"sinks is on {sinks.device}, q on {q.device}; put both on one device"
+    return problem or of_tangents(sinks=sinks)

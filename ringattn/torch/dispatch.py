@@ -111,9 +111,9 @@ def once(backward: Run, where: str) -> Any:
             return backward(ctx, *grads)
         saved, edge = Once(ctx), torch.zeros((), requires_grad=True)
         with torch.no_grad():
-            found = backward(saved, *grads)
-        named = where, edge, len(found)
-        return tuple(NoSecondDerivative.apply(*named, *found, *grads, *saved.saved_tensors)[: len(found)])
+            firsts = backward(saved, *grads)
+        named = where, edge, len(firsts)
+        return tuple(NoSecondDerivative.apply(*named, *firsts, *grads, *saved.saved_tensors)[: len(firsts)])
 
     return staticmethod(run)
 
@@ -127,20 +127,20 @@ def is_batched(x: Tensor) -> bool:
 def differentiate(name: str, save: Callable[[Any, Any, Any], None], gradients: Run, shown: int | None = None) -> None:
     """Register an op's gradients. Only its first `shown` outputs have gradients; `save` may keep the others."""
     run = getattr(torch.ops.ringattn, name).default
-    names = [one.name for one in run._schema.arguments]
+    names = [argument.name for argument in run._schema.arguments]
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> Any:
             *inputs, kept = given
             with torch._C._AutoDispatchBelowAutograd():
-                found = run(*inputs)
-            found = tuple([no_view(x) for x in found]) if isinstance(found, tuple) else no_view(found)
-            save(ctx, inputs, found)
+                results = run(*inputs)
+            results = tuple([no_view(x) for x in results]) if isinstance(results, tuple) else no_view(results)
+            save(ctx, inputs, results)
             if shown is None:
-                return found
-            kept += found[shown:]
-            return found[:shown]
+                return results
+            kept += results[shown:]
+            return results[:shown]
 
         backward = once(lambda ctx, *grads: (*gradients(ctx, *grads), None), f"ringattn.{name}")
 
@@ -152,8 +152,8 @@ def differentiate(name: str, save: Callable[[Any, Any, Any], None], gradients: R
             if transforms:
                 refuse_transforms()
             kept: list[Any] = []
-            found = Function.apply(*inputs, kept)
-            return found if shown is None else (*found, *kept)
+            results = Function.apply(*inputs, kept)
+            return results if shown is None else (*results, *kept)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*inputs)
 

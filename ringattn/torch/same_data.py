@@ -72,9 +72,9 @@ def checksum(x: Tensor) -> Tensor:
 def taken(plan: Plan) -> list[Tensor]:
     """The checksums of this thread since the last call, which are then dropped; empty if there were too many."""
     seen, me = seen_of(plan), threading.get_ident()
-    mine = [one for thread, one in seen.cut if thread == me]
+    mine = [x for thread, x in seen.cut if thread == me]
     full = len(seen.cut) > MOST
-    seen.cut = [] if full else [(thread, one) for thread, one in seen.cut if thread != me]
+    seen.cut = [] if full else [(thread, x) for thread, x in seen.cut if thread != me]
     return [] if full else mine
 
 
@@ -91,7 +91,7 @@ def compare_data(plan: Plan, cheap_words: bool) -> None:
     seen.steps += 1
     if cheap_words or not due:
         return
-    mine = [one.to(plan.device, non_blocking=True) for one in taken(plan)]
+    mine = [each.to(plan.device, non_blocking=True) for each in taken(plan)]
     row = torch.full((1, 2), len(mine), dtype=torch.int64, device=plan.device)
     if mine:
         row[0, 1] = checksum(torch.stack(mine))
@@ -122,12 +122,12 @@ def landed(seen: Seen) -> None:
     judge({(r, u): tuple(pair) for r, line in enumerate(rows.tolist()) for u, pair in enumerate(line)}, count=True)
 
 
-def judge(found: dict[Place, tuple[int, ...]], count: bool = False) -> None:
+def judge(checksums: dict[Place, tuple[int, ...]], count: bool = False) -> None:
     """Raise if ranks sharded different tensors. Ranks with different numbers of tensors are not compared.
 
     With `count` a rank's numbers are the number of its tensors, and one checksum of all.
     """
-    (first, expected), *others = found.items()
+    (first, expected), *others = checksums.items()
     same = (lambda a, b: a[0] == b[0]) if count else (lambda a, b: len(a) == len(b))
     unlike = [place for place, mine in others if same(mine, expected) and mine != expected]
     if unlike:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn.check import of_arguments, of_packed
+from ringattn.check.arguments import of_arguments
+from ringattn.check.attention import of_packed
 from ringattn.layout import Layout, positions_of
 from ringattn.planning import Plan
 from ringattn.spec import Docs, raise_if, whole
@@ -24,11 +25,11 @@ def cached(function: Callable[..., Any]) -> Callable[..., Any]:
 
     They are made outside of inference mode, even if it is on: a later call may keep them for its backward pass.
     """
-    known = lru_cache(maxsize=64)(torch.inference_mode(False)(function))
+    cached = lru_cache(maxsize=64)(torch.inference_mode(False)(function))
 
     def call(*args: Any) -> Any:
         fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        return (known if fakes is None else function)(*args)
+        return (cached if fakes is None else function)(*args)
 
     return call
 
@@ -190,10 +191,10 @@ def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
 
 def of_dim(x: Tensor, dim: int) -> str | None:
     """x has dim `dim`."""
-    found = of_types(x=x)
-    if found is None and not (whole(dim) is not None and -x.dim() <= dim < x.dim()):
+    problem = of_types(x=x)
+    if problem is None and not (whole(dim) is not None and -x.dim() <= dim < x.dim()):
         return f"dim={dim!r}: x has shape {tuple(x.shape)}; say which of its {x.dim()} dims is the sequence"
-    return found
+    return problem
 
 
 def real_tokens(plan: Plan, docs: Docs | None, device: torch.device) -> Tensor | None:

@@ -112,15 +112,15 @@ def rectangles_of(
 ) -> tuple[Rectangle, ...]:
     """The step as one call, with `Own` or `Listed` as its mask; none if no query sees a key; see `two_own` for two."""
     kind = "fa4", backward, q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
-    known = where.made
-    if known is not None and kind in known:
-        found: tuple[Rectangle, ...] = known[kind]
-        return found
-    found = two_own(where, q_BTHD) if backward else ()
-    found = found or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
-    if known is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
-        known[kind] = found
-    return found
+    cache = where.made
+    if cache is not None and kind in cache:
+        rectangles: tuple[Rectangle, ...] = cache[kind]
+        return rectangles
+    rectangles = two_own(where, q_BTHD) if backward else ()
+    rectangles = rectangles or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
+    if cache is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
+        cache[kind] = rectangles
+    return rectangles
 
 
 def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
@@ -135,14 +135,14 @@ def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
     starts = sorted({x.queries.start for x in where.rectangles})
     if len(starts) != 2 or form_of(begin, end) is not None:
         return ()
-    found = []
+    rectangles = []
     for first, stop in ((starts[0], starts[1]), (starts[1], len(begin))):
         form = form_of(begin[first:stop], end[first:stop])
         if form is None or form.starts is not None:
             return ()
         queries = slice(first + form.queries.start, first + form.queries.stop)
-        found.append(Rectangle(queries, form.keys, own(form, q_BTHD.shape[0], q_BTHD.device)))
-    return tuple(found)
+        rectangles.append(Rectangle(queries, form.keys, own(form, q_BTHD.shape[0], q_BTHD.device)))
+    return tuple(rectangles)
 
 
 def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool) -> tuple[Rectangle, ...]:

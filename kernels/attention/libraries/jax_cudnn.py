@@ -69,13 +69,13 @@ def packs() -> bool:
 def packed(form: Form) -> tuple[Rectangle, ...]:
     """Packed documents as one rectangle for each MANY of them."""
     assert form.starts is not None
-    found = []
+    rectangles = []
     for i in range(0, len(form.starts) - 1, MANY):
         starts = form.starts[i : i + MANY + 1]
         rows, columns = (slice(starts[0] + x.start, starts[-1] + x.start) for x in (form.queries, form.keys))
         local = tuple(start - starts[0] for start in starts)
-        found.append(Rectangle(rows, columns, form._replace(queries=rows, keys=columns, starts=local)))
-    return tuple(found)
+        rectangles.append(Rectangle(rows, columns, form._replace(queries=rows, keys=columns, starts=local)))
+    return tuple(rectangles)
 
 
 class CudnnMask(NamedTuple):
@@ -137,8 +137,8 @@ def rows_with_delta(delta: Array, like: Array) -> tuple[Array, Array]:
         parts.append(delta.astype(like.dtype))
         delta = delta - parts[-1].astype(delta.dtype)
     rest = [(0, 0)] * (like.ndim - 1) + [(0, like.shape[-1] - PARTS)]
-    found = jnp.pad(jnp.stack(parts, -1), rest)
-    return jnp.ones_like(found), found
+    per_document = jnp.pad(jnp.stack(parts, -1), rest)
+    return jnp.ones_like(per_document), per_document
 
 
 def fused_forward(q: Array, k: Array, v: Array, mask: CudnnMask, scale: float) -> tuple[Array, Array]:
@@ -196,8 +196,8 @@ def unpadded(lse: Array, starts: tuple[int, ...], batch: int) -> Array:
 def padded(lse: Array, starts: tuple[int, ...]) -> Array:
     """The inverse of `unpadded`."""
     (B, T, H), (own, place) = lse.shape, places(starts)
-    found = jnp.zeros((B, len(starts) - 1, H, T), lse.dtype).at[:, own, :, place].set(lse.swapaxes(0, 1))
-    return found.reshape(-1, H, T)
+    by_document = jnp.zeros((B, len(starts) - 1, H, T), lse.dtype).at[:, own, :, place].set(lse.swapaxes(0, 1))
+    return by_document.reshape(-1, H, T)
 
 
 attend, attend_backward = over_rectangles("cuDNN", forward, backward)

@@ -108,9 +108,9 @@ def backward(
         )  # fmt: skip
         return dq, dk, dv
 
-    found = by_rows(run, seen.rows, q, k, v, dout, lse, delta)
+    grads = by_rows(run, seen.rows, q, k, v, dout, lse, delta)
     dq, dk, dv = (
-        jnp.einsum("bhtd->bthd", g)[:, : x.shape[1]] for g, x in zip(found, (q_BTHD, k_BSGD, v_BSGV), strict=True)
+        jnp.einsum("bhtd->bthd", g)[:, : x.shape[1]] for g, x in zip(grads, (q_BTHD, k_BSGD, v_BSGV), strict=True)
     )
     return (dq * scale).astype(q_BTHD.dtype), dk, dv
 

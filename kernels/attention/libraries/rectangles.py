@@ -37,7 +37,7 @@ def over_rectangles(
     They are those that the intervals come with, whose mask is whether they are causal. A vendor that runs any intervals
     gives `rectangles_of`, which makes its own. Both functions then take softcap=, and its backward delta= for out.
     """
-    cut_into = rectangles_of or bind(known, name)
+    cut_into = rectangles_of or bind(own_rectangles, name)
 
     def options(softcap: float | None) -> dict[str, Any]:
         if softcap is not None and not rectangles_of:
@@ -74,12 +74,12 @@ def over_rectangles(
         if between is None:
             total = Partial(total.out.to(exact), total.lse)
         in_place = between is None or total.out.dtype == dtype
-        found = total if in_place else Partial(torch.empty_like(total.out, dtype=dtype), torch.empty_like(total.lse))
+        new = total if in_place else Partial(torch.empty_like(total.out, dtype=dtype), torch.empty_like(total.lse))
         for rectangle in largest_first(rectangles):
-            merge_rows(total, rectangle.queries, run(*rectangle), found)
+            merge_rows(total, rectangle.queries, run(*rectangle), new)
         for rows in between if between and not in_place else ():
-            found.out[:, rows], found.lse[:, rows] = total.out[:, rows], total.lse[:, rows]
-        return Partial(found.out.to(dtype), found.lse)
+            new.out[:, rows], new.lse[:, rows] = total.out[:, rows], total.lse[:, rows]
+        return Partial(new.out.to(dtype), new.lse)
 
     def gradients(
         tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
@@ -131,7 +131,7 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def known(name: str, where: Intervals, *_: Any) -> tuple[Rectangle, ...]:
+def own_rectangles(name: str, where: Intervals, *_: Any) -> tuple[Rectangle, ...]:
     """The full and causal rectangles that the intervals come with."""
     if where.rectangles is None:
         raise NotImplementedError(
@@ -152,21 +152,21 @@ def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> Non
         else:
             merge_stack(Partial(part.out[None], part.lse[None]), mine, into=new)
         return
-    found = partial.merge(*(Partial(x.out.to(accumulator(x.out)), x.lse) for x in (mine, part)))
-    new.out.copy_(found.out)
-    new.lse.copy_(found.lse)
+    merged = partial.merge(*(Partial(x.out.to(accumulator(x.out)), x.lse) for x in (mine, part)))
+    new.out.copy_(merged.out)
+    new.lse.copy_(merged.lse)
 
 
 def untouched(queries: Sequence[slice], length: int) -> list[slice] | None:
     """The rows between slices, none of which may overlap; None if some do."""
-    found, at = [], 0
+    gaps, at = [], 0
     for rows in sorted(queries, key=lambda rows: rows.start):
         if rows.start < at:
             return None
         if rows.start > at:
-            found.append(slice(at, rows.start))
+            gaps.append(slice(at, rows.start))
         at = rows.stop
-    return [*found, slice(at, length)] if at < length else found
+    return [*gaps, slice(at, length)] if at < length else gaps
 
 
 def largest_first(rectangles: Sequence[Rectangle]) -> list[Rectangle]:

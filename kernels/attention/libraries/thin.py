@@ -38,14 +38,14 @@ class Thin(NamedTuple):
 
 def thin(where: Intervals) -> Thin | None:
     """The intervals as few keys a query, if they are and the host knows it."""
-    known = where.made
-    if known is not None and "thin" in known:
-        found: Thin | None = known["thin"]
-        return found
-    found = thinned(where)
-    if known is not None and not (where.begin.is_cuda and torch.cuda.is_current_stream_capturing()):
-        known["thin"] = found
-    return found
+    cache = where.made
+    if cache is not None and "thin" in cache:
+        few: Thin | None = cache["thin"]
+        return few
+    few = thinned(where)
+    if cache is not None and not (where.begin.is_cuda and torch.cuda.is_current_stream_capturing()):
+        cache["thin"] = few
+    return few
 
 
 def thinned(where: Intervals) -> Thin | None:
@@ -97,10 +97,10 @@ def with_thin(kernel: TorchKernel) -> TorchKernel:
             where = Intervals(begin, end, host=tuple(x.reshape(n, -1) for x in where.host))
             rows = Rows(*(None if x is None else as_rows(x, n) for x in (rows.dout, rows.lse, rows.delta, rows.out)))
             dq = None if dq is None else as_rows(dq, n)
-        found = own_kernel(q).backward((q, k, v), where, rows, EVERY, (dq, None, None), **score)
+        grads = own_kernel(q).backward((q, k, v), where, rows, EVERY, (dq, None, None), **score)
         sums = Total(tensors[1]), Total(tensors[2])
-        for total, grad in zip(sums, found[1:], strict=True):
+        for total, grad in zip(sums, grads[1:], strict=True):
             total.add(grad.sum(0, keepdim=True) if n > 1 else grad, few.keys)
-        return found[0].view(tensors[0].shape) if found[0] is not dq or dq is None else into[0], *sums
+        return grads[0].view(tensors[0].shape) if grads[0] is not dq or dq is None else into[0], *sums
 
     return replace(kernel, attend=attend, backward=gradients)

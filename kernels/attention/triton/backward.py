@@ -155,17 +155,17 @@ def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
     Blocks that run at the same time would otherwise load the same queries at the same time, which takes a tenth longer.
     So each block starts one tile after the block before it. Under a causal mask they do so anyway, and turn is head.
     """
-    known, sizes = where.made, (length, cut.queries, cut.keys)
-    if known is not None and sizes in known:
-        return known[sizes]
+    cache, sizes = where.made, (length, cut.queries, cut.keys)
+    if cache is not None and sizes in cache:
+        return cache[sizes]
     begin, end, rows_st = rows_of(where)
     (rows, T), blocks = begin.shape, cdiv(length, cut.keys)
     table = torch.empty(rows, blocks, SPAN, dtype=torch.int32, device=begin.device)
     numbers = (rows_st, T, length, blocks, T.bit_length())
     constants = {"QUERIES": cut.queries, "KEYS": cut.keys, "LANES": 32, "WIDTH": SPAN}
     launch(spans_kernel, (cdiv(blocks, 32), rows), (begin, end, table), numbers, **constants)
-    if known is not None and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
-        known[sizes] = table  # not during a capture: the memory of a table made there belongs to the graph
+    if cache is not None and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
+        cache[sizes] = table  # not during a capture: the memory of a table made there belongs to the graph
     return table
 
 
@@ -383,7 +383,7 @@ def flash_backward(
     inputs = (q, k, v, begin, end, rows.dout)
     stats: Tensor = stats_of(rows) if rows.made is None else rows.made
     rows.made = stats
-    known = (
+    key = (
         q.shape, v.shape, q.device, q.dtype, k.dtype, v.dtype, rows.dout.dtype,
         q.stride(), k.stride(), v.stride(), rows.dout.stride(), rows_st, are_aligned(q, k, v, rows.dout),
         scale, softcap, alone, *[None if x is None else (x.dtype, x.stride()) for x in into],
@@ -394,15 +394,15 @@ def flash_backward(
         if into[i] is None else into[i]
         for i, x in enumerate(tensors)
     ]  # fmt: skip
-    found = LAUNCHES.get(known) if table is None else None
-    if found is None:
-        found = launches_of(inputs, rows_st, scale, softcap, alone, into, table)
+    launches = LAUNCHES.get(key) if table is None else None
+    if launches is None:
+        launches = launches_of(inputs, rows_st, scale, softcap, alone, into, table)
         if table is None:
-            LAUNCHES.keep(known, found)
+            LAUNCHES.keep(key, launches)
     if dk is not None and dv is not None:
-        found.dkdv(*inputs, stats, spans(where, k.shape[1], found.cut), dk, dv)
+        launches.dkdv(*inputs, stats, spans(where, k.shape[1], launches.cut), dk, dv)
     if dq is not None:
-        found.dq(*inputs, stats, dq)
+        launches.dq(*inputs, stats, dq)
     return dq, dk, dv
 
 

@@ -37,10 +37,10 @@ def put_range(ptr, start, stop, CHUNK: tl.constexpr):
 
 @triton.jit
 def put_touched(
-    begin_ptr, end_ptr, ptr, found, start, stop, fixed, T, S,
+    begin_ptr, end_ptr, ptr, count, start, stop, fixed, T, S,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, BY_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Append to `ptr`, after `found` entries, the tiles of [start, stop) with a visible pair; returns their number.
+    """Append to `ptr`, after `count` entries, the tiles of [start, stop) with a visible pair; returns their number.
 
     BY_KEYS: the tiles are blocks of queries, and `fixed` is the block of keys; else the other way round.
     """
@@ -54,9 +54,9 @@ def put_touched(
         end = tl.load(end_ptr + t, mask=inside, other=0)
         hit = (tl.maximum(begin, first) < tl.minimum(end, tl.minimum(first + KEYS, S))).to(tl.int32)
         touched = tl.max(hit, 0)
-        tl.store(ptr + found, n, mask=touched > 0)
-        found += touched
-    return found
+        tl.store(ptr + count, n, mask=touched > 0)
+        count += touched
+    return count
 
 
 @triton.jit(do_not_specialize=["T", "S", "blocks", "most_masked", "most_full", "steps"])
@@ -99,9 +99,9 @@ def lists_kernel(
     put_range(full + at * most_full, head, tail, 128)
     tl.store(full_count + at, tail - head)
     masked += at * most_masked
-    found = put_touched(begin_ptr, end_ptr, masked, head * 0, low, head, block, T, S, QUERIES, KEYS, WIDE, BY_KEYS)
-    found = put_touched(begin_ptr, end_ptr, masked, found, tail, high, block, T, S, QUERIES, KEYS, WIDE, BY_KEYS)
-    tl.store(masked_count + at, found)
+    count = put_touched(begin_ptr, end_ptr, masked, head * 0, low, head, block, T, S, QUERIES, KEYS, WIDE, BY_KEYS)
+    count = put_touched(begin_ptr, end_ptr, masked, count, tail, high, block, T, S, QUERIES, KEYS, WIDE, BY_KEYS)
+    tl.store(masked_count + at, count)
 
 
 def block_lists(where: Intervals, length: int, queries: int, keys: int, by_keys: bool) -> Lists:

@@ -159,15 +159,15 @@ def attend(
         merges = in_place, old.out.dtype, old.out.stride(), lse.stride(), out.stride()
     begin, end, rows_st = rows_of(where)
     tensors = (q_BTHD, k_BSGD, v_BSGV, begin, end, *old, out, lse)
-    known = (
+    key = (
         q_BTHD.shape, v_BSGV.shape, device, q_BTHD.dtype, k_BSGD.dtype, v_BSGV.dtype, dtype, q_BTHD.stride(),
         k_BSGD.stride(), v_BSGV.stride(), rows_st, are_aligned(q_BTHD, k_BSGD, v_BSGV), scale, softcap, merges, causal,
     )  # fmt: skip
-    launch = LAUNCHES.get(known) if table is None else None
+    launch = LAUNCHES.get(key) if table is None else None
     if launch is None:
         launch = launch_of(tensors, rows_st, scale, softcap, carry is not None, in_place, causal, table)
         if table is None:
-            LAUNCHES.keep(known, launch)
+            LAUNCHES.keep(key, launch)
     launch(*tensors)
     return Partial(out, lse)
 

@@ -38,12 +38,12 @@ def add_kernel(
 def add_parts(out: Tensor, parts: Sequence[Part]) -> Tensor:
     """The sum of up to six parts, added in float32 in their order, into `out`, which may be the first of them."""
     B, T, H, D = out.shape
-    found = [x.contiguous() for x, _, _ in parts]
+    grads = [x.contiguous() for x, _, _ in parts]
     places = tuple([n for _, rows, heads in parts for n in (*rows, *heads)])
     width = power_of_2(D)
     rows = max(1, 4096 // width)
-    tensors = (out, *found, *[out] * (MOST - len(found)))
+    tensors = (out, *grads, *[out] * (MOST - len(grads)))
     launch(
-        add_kernel, (cdiv(T * H, rows), B), tensors, (places, T, H), N=len(found), D=D, WIDTH=width, ROWS=rows
+        add_kernel, (cdiv(T * H, rows), B), tensors, (places, T, H), N=len(grads), D=D, WIDTH=width, ROWS=rows
     )  # fmt: skip
     return out

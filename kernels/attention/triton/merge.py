@@ -67,14 +67,14 @@ def merge_kernel(
         lse = tl.load(old_lse + b * lse_st[0] + t * lse_st[1] + h * lse_st[2], mask=live, other=float("-inf"))
         seen = live & (lse != float("-inf"))
         old_top = lse.to(tl.float32)
-        one = tl.exp((lse - tl.where(seen, old_top, 0.0)).to(tl.float32))  # 0 for an empty side
+        weight = tl.exp((lse - tl.where(seen, old_top, 0.0)).to(tl.float32))  # 0 for an empty side
         old_at = (b * old_st[0] + t * old_st[1] + h * old_st[2])[:, None] + (column * old_st[3])[None, :]
         old = tl.load(old_out + old_at, mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        o, m, z = merge_statistics(o, m, z, old * one[:, None], old_top[:, None], one[:, None])
+        o, m, z = merge_statistics(o, m, z, old * weight[:, None], old_top[:, None], weight[:, None])
     if SINKS:
         sink = tl.load(sinks + h, mask=live, other=float("-inf")).to(tl.float32)
-        one = tl.where(sink != float("-inf"), 1.0, 0.0)
-        o, m, z = merge_statistics(o, m, z, tl.zeros_like(o), sink[:, None], one[:, None])
+        weight = tl.where(sink != float("-inf"), 1.0, 0.0)
+        o, m, z = merge_statistics(o, m, z, tl.zeros_like(o), sink[:, None], weight[:, None])
     some = z != 0  # also where z is NaN
     o = tl.where(some, o / tl.where(some, z, 1.0), 0.0)
     new_at = (b * new_st[0] + t * new_st[1] + h * new_st[2])[:, None] + (column * new_st[3])[None, :]

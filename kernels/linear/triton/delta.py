@@ -244,7 +244,7 @@ class DeltaLaunches(gated.Launches):
         """Launches `prepare_kernel`."""
         B, T, H, K, V, N, C, x = self.B, self.T, self.H, self.K, self.V, self.N, self.cuts.chunk, self.x
         cuts, channel = self.delta, self.gate == CHANNEL
-        found = Prepared(
+        prepared = Prepared(
             a=self.empty(B, N, H, C, C, dtype=self.inner),
             x=self.empty(B, N if gradients else 0, H, C, C, dtype=self.inner),
             w=self.empty(B, T, H, K, dtype=self.inner),
@@ -258,17 +258,18 @@ class DeltaLaunches(gated.Launches):
         )  # fmt: skip
         for strong, cut in self.of_gate(cuts.prepare, cuts.channel_prepare, cuts.strong_prepare):
             self.launch(
-                prepare_kernel, self.chunks, cut, (x.q, x.k, x.v), (self.beta, found.strongest, *found[:-1]), x.scale,
+                prepare_kernel, self.chunks, cut, (x.q, x.k, x.v),
+                (self.beta, prepared.strongest, *prepared[:-1]), x.scale,
                 GROUP=self.group, PART=PART, STRONG=strong, CAREFUL=self.precision if self.narrow else self.careful,
                 INVERSE=gradients,
             )  # fmt: skip
-        return found
+        return prepared
 
     def saved(self, scan: Scan, dout: Tensor | None, first: Deferred) -> Saved:
         """What the scan saved, or what it would have, as far as it is needed; with dout, a scan of gradients."""
         if scan.saved is not None:
-            found: Saved = scan.saved
-            return found
+            saved: Saved = scan.saved
+            return saved
         return self.of_segments(self.prepare(gradients=dout is not None), dout, first)
 
     def of_segments(self, p: Prepared, dout: Tensor | None, first: Deferred) -> Saved:
@@ -292,29 +293,29 @@ class DeltaLaunches(gated.Launches):
 
         `few`: only what the states before segments need, with `zero` from a state of zero.
         """
-        found = self.empty(self.B, self.S, self.H, self.K, self.V + self.K)
+        maps = self.empty(self.B, self.S, self.H, self.K, self.V + self.K)
         cut = self.delta.ends if dout is None else self.delta.back_ends
         flags = {"STORE": False, "KEEP": False, "OUT": False, "SKIP": int(few), "ZERO": zero}
-        self.walk_chunks(cut, p, dout, found, found, found, found, **flags)
-        return found
+        self.walk_chunks(cut, p, dout, maps, maps, maps, maps, **flags)
+        return maps
 
-    def join(self, ends: Tensor, first: Tensor | None, found: Tensor, reverse: bool, whole: bool) -> Tensor:
+    def join(self, ends: Tensor, first: Tensor | None, joined: Tensor, reverse: bool, whole: bool) -> Tensor:
         """Launches `join_kernel`."""
         cut, held = self.delta.join, self.channels["BLOCK_K"]
         block_v = self.tile(cut)[1]
         tiles = cdiv(self.V, block_v) + (cdiv(self.K, block_v) if whole else 0)
         launch(
-            join_kernel, (self.B * self.H, tiles), (ends, ends if first is None else first.contiguous(), found),
+            join_kernel, (self.B * self.H, tiles), (ends, ends if first is None else first.contiguous(), joined),
             (self.S, self.H), cut,
             K=self.K, V=self.V, **self.channels, BLOCK_V=block_v, ROWS=min(cut.keys, held), FIRST=first is not None,
             MAP=whole, REVERSE=reverse, PRECISION=self.careful,
         )  # fmt: skip
-        return found
+        return joined
 
     def map_of(self, ends: Tensor, reverse: bool) -> Map:
         """The map of all segments."""
-        found = self.join(ends, None, self.empty(self.B, self.H, self.K, self.V + self.K), reverse, whole=True)
-        return Map(found[..., self.V :], found[..., : self.V])
+        whole = self.join(ends, None, self.empty(self.B, self.H, self.K, self.V + self.K), reverse, whole=True)
+        return Map(whole[..., self.V :], whole[..., : self.V])
 
     def empty_states(self) -> Tensor:
         """Memory for the states before all chunks."""

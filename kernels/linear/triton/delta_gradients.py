@@ -118,7 +118,7 @@ def gradients_kernel(
        for what is written, new = m dS^T; and passing = rowsum(S dS), what goes through the chunk from state to state.
     2. Decays are multiplied into them, and document borders masked.
     3. The pairs within the chunk add to the gradients of q, of k as a reader, and of beta k, which is written. With
-       gates per channel as in linear_products.py, by their factors from the chunk's middle, or in strong chunks by
+       gates per channel as in gated_products.py, by their factors from the chunk's middle, or in strong chunks by
        `pairs_within`; otherwise da and dr have their decays already.
     4. dg, for gates per channel: the suffix sums of q dq + k dk_reader - (beta k) dw, plus what passes the chunk.
     """

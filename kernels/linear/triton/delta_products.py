@@ -1,7 +1,7 @@
 """The products of the delta rule in Triton that need no state, all chunks at the same time.
 
 With b the sum of the gates from the chunk's start through a token, e the sum behind it, S the state before the chunk
-and dS the gradient for the state behind it, in the words of `linear_products.py`:
+and dS the gradient for the state behind it, in the words of `gated_products.py`:
 
     m_i  = v_i - what k_i reads                           u_i = beta_i m_i is written
     r_ij = beta_j sum_k k_ik 2^(b_i - b_j) k_jk, j < i    a_ij = scale * beta_j sum_k q_ik 2^(b_i - b_j) k_jk, j <= i
@@ -69,12 +69,12 @@ def inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     for level in tl.static_range(1, 4):
         x = joined(x, tl.where((apart >> level) == 1, small, 0.0), PRECISION)
     x = tl.broadcast_to(x[:, :, None, :], [BLOCKS, SMALL, BLOCKS, SMALL])
-    found = tl.reshape(tl.where(same, x, 0.0), [SIZE, SIZE])
+    whole = tl.reshape(tl.where(same, x, 0.0), [SIZE, SIZE])
     i = tl.arange(0, SIZE)
     between = i[:, None] ^ i[None, :]
     for level in tl.range(4, SIZE.bit_length() - 1, num_stages=1):
-        found = joined(found, tl.where((between >> level) == 1, lower, 0.0), PRECISION)
-    return found
+        whole = joined(whole, tl.where((between >> level) == 1, lower, 0.0), PRECISION)
+    return whole
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def gentle_scores(
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr, DOCS: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`linear_products.scores` of q with k and of k with k for j <= i, and the strongest decay of a channel.
+    """`gated_products.scores` of q with k and of k with k for j <= i, and the strongest decay of a channel.
 
     What both take of k and of the gates is loaded and computed once.
     """

@@ -200,7 +200,7 @@ class Launches:
         return torch.empty(*sizes, dtype=dtype, device=self.device)
 
     def scan(self, x: Tensor, y: Tensor, scale: float, reverse: bool) -> Scan:
-        """The first two passes of linear_states.py: all segments from a state of zero, then the join."""
+        """The first two passes of gated_states.py: all segments from a state of zero, then the join."""
         (tiles_k, tiles_v), G = self.tiles(self.cuts.states), self.K if self.gate == CHANNEL else 1
         S = max(1, min(self.N, cdiv(PROGRAMS, self.B * self.H * tiles_k * tiles_v)))
         ends, before = (self.empty(self.B, S, self.H, self.K, self.V) for _ in range(2))
@@ -225,11 +225,11 @@ class Launches:
     ) -> Tensor:  # fmt: skip
         """The third pass: the state before (in reverse: behind) each chunk, [B, N, H, K, V], starting from `first`."""
         sizes, dtype = self.states_shape()
-        found = self.empty(*sizes, dtype=dtype) if kept is None else kept
+        states = self.empty(*sizes, dtype=dtype) if kept is None else kept
         begins = x if first is None else first.float().contiguous()
-        others = (begins, saved.before, saved.passed, found, saved.before, saved.passed, saved.strongest)
+        others = (begins, saved.before, saved.passed, states, saved.before, saved.passed, saved.strongest)
         self.walk(x, y, others, saved.before.shape[1], scale, reverse, STORE=True, FIRST=first is not None)
-        return found
+        return states
 
     def walk(
         self, x: Tensor, y: Tensor, others: tuple[Tensor, ...], S: int, scale: float, reverse: bool,
@@ -247,7 +247,7 @@ class Launches:
         return [(False, cut), (True, strong)][: 2 if self.gate == CHANNEL else 1]
 
     def scores(self, q: Tensor, k: Tensor, strongest: Tensor, scale: float) -> Tensor:
-        """a_ij of linear_products.py for the pairs j <= i of each chunk, [B, N, H, C, C]."""
+        """a_ij of gated_products.py for the pairs j <= i of each chunk, [B, N, H, C, C]."""
         a = self.empty(self.B, self.N, self.H, self.cuts.chunk, self.cuts.chunk, dtype=self.inner)
         for strong, cut in self.both(self.cuts.scores, self.cuts.strong_scores):
             self.launch(

@@ -23,15 +23,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn import serving
-from ringattn.check import (
+from ringattn.check.arguments import of_arrays
+from ringattn.check.cache import (
     beside_window,
     each,
-    of_arrays,
     of_back,
     of_fork,
-    of_kept,
     of_loaded,
-    of_pair,
+    of_new,
     of_room,
     of_saved,
     of_truncated,
@@ -85,7 +84,7 @@ class KVCache(serving.KVCache):
         return cls(k, v, lengths, first, plan, max_len, stripes, window, most, cut)
 
     @property
-    def known(self) -> np.ndarray | None:
+    def concrete_lengths(self) -> np.ndarray | None:
         """The lengths as numbers; None while they are traced."""
         return at_hand(self.lengths)
 
@@ -113,13 +112,13 @@ class KVCache(serving.KVCache):
         first = self.first
         if self.window is not None:  # the next token must still see its whole window
             first = jnp.where(first > 0, first + min(self.window, LAST) - 1, 0)
-        raise_if(of_back(None if isinstance(new, Array) else new, self.known, at_hand(first)))
+        raise_if(of_back(None if isinstance(new, Array) else new, self.concrete_lengths, at_hand(first)))
         return replace(self, lengths=jnp.minimum(self.lengths, new.clip(0, self.max_len).astype(np.int32)))
 
     def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
         """`copies` continuations of every row, each with its own copy of the memory."""
         max_len = self.max_len if max_len is None else max_len
-        raise_if(of_fork(copies, max_len, self.known) or of_positions(max_len))
+        raise_if(of_fork(copies, max_len, self.concrete_lengths) or of_positions(max_len))
         copies, max_len = operator.index(copies), operator.index(max_len)  # also from arrays with one number
         slots = slots_for(max_len, self.most, self.stripes)  # more than before only if no slot was used twice
         return replace(over_devices(Fork(copies, slots), self, (), ())[0], max_len=max_len)
@@ -160,18 +159,18 @@ class KVCache(serving.KVCache):
 
     def problem(self, k: Array, v: Array, n: int) -> str | None:
         """Why n tokens like those in k and v cannot be appended."""
+        if problem := of_new(k, v, self):
+            return problem
         for name, x, mine in (("k", k, self.k), ("v", v, self.v)):
-            if wrong := of_kept(name, x, mine):
-                return wrong
             if x.dtype != mine.dtype:
                 return f"{name} is {x.dtype}, the cache {mine.dtype}; cast {name}, or allocate the cache so"
-        problem = of_pair(k, v) or of_room(n, self.known, self.max_len)
+        problem = of_room(n, self.concrete_lengths, self.max_len)
         if problem is None and self.window is not None and min(self.max_len, self.window - 1 + n) > self.k.shape[1]:
             return beside_window(n, self.window)
         return problem
 
     def __repr__(self) -> str:
-        lengths = "traced" if self.known is None else self.known.tolist()
+        lengths = "traced" if self.concrete_lengths is None else self.concrete_lengths.tolist()
         return f"KVCache(lengths {lengths} of {self.max_len}, over {self.stripes.ranks} ranks)"
 
 
@@ -181,14 +180,14 @@ ARRAYS = ("k", "v", "lengths", "first")
 def zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh | None, spec: P) -> Array:
     """Zeros, cut over the mesh if there is one, also while traced, when `device=` has no effect."""
     there = mesh and NamedSharding(mesh, spec)
-    found = jnp.zeros(shape, dtype, device=there)
-    return moved(found, there) if there else found
+    x = jnp.zeros(shape, dtype, device=there)
+    return moved(x, there) if there else x
 
 
 def at_hand(x: Any) -> np.ndarray | None:
     """The numbers of a concrete array on this host; None for traced ones, shapes, and arrays on other hosts."""
-    known = isinstance(x, Array) and not isinstance(x, jax.core.Tracer)
-    return np.asarray(x) if known and (x.is_fully_addressable or x.is_fully_replicated) else None
+    concrete = isinstance(x, Array) and not isinstance(x, jax.core.Tracer)
+    return np.asarray(x) if concrete and (x.is_fully_addressable or x.is_fully_replicated) else None
 
 
 def counted(lengths: Any, rows: int) -> Any:
@@ -269,7 +268,7 @@ class Fork:
 def over_devices(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[KVCache, Any]:
     """`work(cache, *cut, *whole)` on every device: each gets its tokens of `cut`, [B, T, ...], and all of `whole`.
 
-    Gives the cache and what is found, which is cut as `cut` is, or the same on all devices if nothing is.
+    Gives the cache and the result, which is cut as `cut` is, or the same on all devices if nothing is.
     """
     if not isinstance(cache.plan.ring_axis, MeshAxis):
         return undifferentiated(work)(cache, *cut, *whole)
@@ -303,6 +302,6 @@ def undifferentiated(call: Any) -> Any:
             "what needs no gradient here through jax.lax.stop_gradient"
         )
 
-    found = jax.custom_vjp(call)
-    found.defvjp(lambda *given: (call(*given), None), refused)
-    return found
+    without = jax.custom_vjp(call)
+    without.defvjp(lambda *given: (call(*given), None), refused)
+    return without

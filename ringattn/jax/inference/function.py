@@ -8,7 +8,6 @@ Both take a cache and give (out, the cache with the new tokens). Lengths may be 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,19 +15,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringattn.bands import families, intervals
-from ringattn.check import (
-    drafts,
-    of_choice,
-    of_filled,
-    of_keys,
-    of_lengths,
-    of_parents,
-    of_plan,
-    of_shapes,
-    of_start,
-    of_unknown,
-    of_window,
-)
+from ringattn.check.arguments import of_choice, of_unknown
+from ringattn.check.attention import of_lengths, of_plan, of_shapes
+from ringattn.check.cache import drafts, of_filled, of_keys, of_parents, of_start, of_window
 from ringattn.jax.attention.steps import local_positions, looked_up, recipe_of, score_of
 from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
@@ -104,14 +93,14 @@ def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Seque
     if (plan.ring, plan.ulysses, plan.axes) != (cache.plan.ring, cache.plan.ulysses, cache.plan.axes):
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(start))
-    return of_window(cache.window, spec) or of_start(start, None if traced else cache.known)
+    return of_window(cache.window, spec) or of_start(start, None if traced else cache.concrete_lengths)
 
 
 def of_tokens(q: Array, k: Array, cache: KVCache, spec: AttentionSpec) -> str | None:
     """Why new tokens cannot be decoded: the cache is empty, or q, k and v have different lengths."""
     if q.shape[1] != k.shape[1]:
         return f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
-    return of_window(cache.window, spec) or of_filled(cache.known)
+    return of_window(cache.window, spec) or of_filled(cache.concrete_lengths)
 
 
 def of_tree(parents: Any, spec: AttentionSpec) -> str | None:
@@ -132,8 +121,8 @@ class Decode:
         before, n = cache.lengths, q.shape[1]
         cache, _ = keep(cache, k, v)
         meeting = Meeting(q, cache, self.spec, before, n, jnp.arange(n), self.parents)
-        part = meeting.of(Held(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
-        every = cache.line.all_gather(packed(part, form_of(q))[None]).wait()
+        partial = meeting.of(Held(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
+        every = cache.line.all_gather(packed(partial, form_of(q))[None]).wait()
         return cache, finished(merge_stack(unpacked(every, form_of(q))), sinks, q)
 
 
@@ -151,10 +140,10 @@ class Prefill:
         cache, _ = keep(cache, self.everyone(k), self.everyone(v))
         if self.way == "queries":
             meeting = Meeting(self.everyone(q), cache, self.spec, before, tokens, jnp.arange(tokens))
-            part = self.scattered(meeting.here(self.keys), cache.line)
+            partial = self.scattered(meeting.here(self.keys), cache.line)
         else:
-            part = Meeting(q, cache, self.spec, before, tokens, local_positions(self.plan)).travelling(self.keys)
-        return cache, finished(part, sinks, q)
+            partial = Meeting(q, cache, self.spec, before, tokens, local_positions(self.plan)).travelling(self.keys)
+        return cache, finished(partial, sinks, q)
 
     def everyone(self, x: Array) -> Array:
         """The whole chunk's tokens, in their own order."""
@@ -197,7 +186,7 @@ class Meeting(NamedTuple):
         A token that did not fit sees nothing.
         """
         last = self.cache.lengths[:, None]
-        place = position = self.before[:, None] + at[None].astype(jnp.int32)
+        index = position = self.before[:, None] + at[None].astype(jnp.int32)
         nothing, every = jnp.zeros_like(position), jnp.broadcast_to(last, position.shape)
         if self.parents is None:
             seen = intervals(self.spec, position, nothing, every)
@@ -207,67 +196,68 @@ class Meeting(NamedTuple):
             position = self.before[:, None] + depth[None]
             held, cached = self.before[:, None], intervals(self.spec, position, nothing, every)
             seen = [(jnp.minimum(low, held), jnp.minimum(high, held)) for low, high in cached]
-            among = [looked_up(one, at) for one in families(self.spec, self.tokens, docs=docs)]
+            among = [looked_up(family, at) for family in families(self.spec, self.tokens, docs=docs)]
             seen += [(low + self.before[:, None], high + self.before[:, None]) for low, high in among]
-        fits = place < last
+        fits = index < last
         return [(jnp.where(fits, begin, last), jnp.where(fits, end, last)) for begin, end in seen]
 
-    def of(self, piece: Held, source: Any, part: Partial) -> Partial:
-        """Attention over a piece of the device `source`, merged into `part`; nothing runs if no key is seen.
+    def of(self, held: Held, source: Any, partial: Partial) -> Partial:
+        """Attention over some slots of the device `source`, merged into `partial`; nothing runs if no key is seen.
 
         What a chunk sees of a device is at most as many keys as there are slots. Counted from the start of the round
         in which its first key lies, they lie in that round and in the next: an interval of slots in either.
         """
-        cache, size = self.cache, piece.k.shape[1]
+        cache, size = self.cache, held.k.shape[1]
         slots = cache.k.shape[1]
-        score = score_of(recipe_of(self.q, piece.k, piece.v, Mask(cache.plan, self.spec), known=False))
+        score = score_of(recipe_of(self.q, held.k, held.v, Mask(cache.plan, self.spec), known=False))
         for seen in self.visible(self.at):
             begin, end = (below(cache, side, source) for side in seen)
             origin = begin[:, :1] // slots * slots
             for _ in range(1 if slots * cache.stripes.ranks >= cache.max_len else 2):
-                first, last = (jnp.clip(x - origin - piece.start, piece.low - piece.start, size) for x in (begin, end))
-                part = lax.cond(
+                first, last = (jnp.clip(x - origin - held.start, held.low - held.start, size) for x in (begin, end))
+                partial = lax.cond(
                     (first < last).any(),
-                    lambda part, where: Partial(*score.attend(self.q, piece.k, piece.v, where, carry=part)),
-                    lambda part, where: part,
-                    part, Intervals(first, last),
+                    lambda partial, where: Partial(*score.attend(self.q, held.k, held.v, where, carry=partial)),
+                    lambda partial, where: partial,
+                    partial, Intervals(first, last),
                 )  # fmt: skip
                 origin = origin + slots
-        return part
+        return partial
 
     def here(self, keys: int) -> Partial:
         """Attention over the keys that this device holds, at most `keys` of them at once."""
-        return self.in_pieces(partial(self.of, source=self.cache.line.rank), keys)
+        rank = self.cache.line.rank
+        return self.by_slots(lambda held, partial: self.of(held, rank, partial), keys)
 
     def travelling(self, keys: int) -> Partial:
-        """Attention over all devices' keys: piece after piece travels around the ring behind the compute."""
+        """Attention over all devices' keys: some slots after others travel around the ring behind the compute."""
         line, rank = self.cache.line, self.cache.line.rank
 
-        def round_trip(piece: Held, part: Partial) -> Partial:
+        def round_trip(held: Held, partial: Partial) -> Partial:
             def hop(carry: Any, distance: Any) -> Any:
-                held, part = carry
-                arriving = line.rotate(held).wait()
-                part = self.of(piece._replace(k=held[0], v=held[1]), (rank - distance) % line.size, part)
-                return lax.optimization_barrier((arriving, part)), None
+                pair, partial = carry
+                arriving = line.rotate(pair).wait()
+                partial = self.of(held._replace(k=pair[0], v=pair[1]), (rank - distance) % line.size, partial)
+                return lax.optimization_barrier((arriving, partial)), None
 
-            carry = (piece.k, piece.v), part
-            ((k, v), part), _ = lax.scan(hop, carry, jnp.arange(line.size - 1))
-            return self.of(piece._replace(k=k, v=v), (rank + 1) % line.size, part)
+            carry = (held.k, held.v), partial
+            ((k, v), partial), _ = lax.scan(hop, carry, jnp.arange(line.size - 1))
+            return self.of(held._replace(k=k, v=v), (rank + 1) % line.size, partial)
 
-        return self.in_pieces(round_trip, keys)
+        return self.by_slots(round_trip, keys)
 
-    def in_pieces(self, step: Callable[..., Partial], keys: int) -> Partial:
-        """`step` after step for pieces of this device's memory, of at most `keys` slots each."""
+    def by_slots(self, step: Callable[[Held, Partial], Partial], keys: int) -> Partial:
+        """`step` after step for at most `keys` slots of this device's memory at once."""
         k, v, slots = self.cache.k, self.cache.v, self.cache.k.shape[1]
         size = min(keys, slots)
 
-        def one(i: Array, part: Partial) -> Partial:
+        def attend_next(i: Array, partial: Partial) -> Partial:
             start = jnp.minimum(i * size, slots - size)
-            held = [lax.dynamic_slice_in_dim(x, start, size, 1) for x in (k, v)]
-            return step(Held(held[0], held[1], i * size, start), part=part)
+            pair = [lax.dynamic_slice_in_dim(x, start, size, 1) for x in (k, v)]
+            return step(Held(pair[0], pair[1], i * size, start), partial)
 
         low, high = self.reach()
-        return lax.fori_loop(low // size, -(-high // size), one, empty(self.q, v.shape[-1]))
+        return lax.fori_loop(low // size, -(-high // size), attend_next, empty(self.q, v.shape[-1]))
 
     def reach(self) -> tuple[Array, Array]:
         """The smallest range of slots that holds, on every device, all keys that some query of the chunk sees.
@@ -283,5 +273,5 @@ class Meeting(NamedTuple):
         return jnp.where(high > slots, 0, low), jnp.minimum(high, slots)
 
 
-def finished(part: Partial, sinks: Array | None, q: Array) -> Array:
-    return (part if sinks is None else add_sinks(part, sinks)).out.astype(q.dtype)
+def finished(partial: Partial, sinks: Array | None, q: Array) -> Array:
+    return (partial if sinks is None else add_sinks(partial, sinks)).out.astype(q.dtype)

@@ -10,7 +10,8 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check import by_document, of_choice, of_linear, of_scale, of_state, returned_states, wrong_number
+from ringattn.check.arguments import of_choice
+from ringattn.check.linear import by_document, of_linear, of_scale, of_state, returned_states, wrong_number
 from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, whole_numbers
 from ringattn.jax.check import of_dtypes
 from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_device

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn import recipe as recipes
-from ringattn.check import of_arguments, of_arrays, warn_of_exchanged
+from ringattn.check.arguments import of_arguments, of_arrays, warn_of_exchanged
 from ringattn.cost import Shape
 from ringattn.kernels.intervals import Intervals
 from ringattn.mask import Mask
@@ -62,10 +62,10 @@ class Call:
     def backward(self) -> Bound:
         return self.ready(self.recipe.backward)
 
-    def ready(self, one: recipes.Pass) -> Bound:
-        spec, step = self.recipe.mask.spec, one.alone
-        kernel = score_with(one.kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
-        return Bound(one.rounds, kernel, step.where if step else None)
+    def ready(self, pass_: recipes.Pass) -> Bound:
+        spec, step = self.recipe.mask.spec, pass_.alone
+        kernel = score_with(pass_.kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
+        return Bound(pass_.rounds, kernel, step.where if step else None)
 
     def __str__(self) -> str:
         return str(self.recipe)

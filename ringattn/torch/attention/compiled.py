@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.check import of_arguments, of_arrays
+from ringattn.check.arguments import of_arguments, of_arrays
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels.arrays import fine
 from ringattn.spec import AttentionSpec, Docs, raise_if
@@ -68,8 +68,8 @@ def forward_op(
     causal: bool, window: list[int] | None, chunk: int | None, first: int, softcap: float | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """(out in q's dtype, lse) of this rank's queries over all keys; with `keep`, also the tensors that entered."""
-    found = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
-    return attention.forward(bind(q, k, v, *found, sinks, keep, return_lse), q, k, v, sinks)
+    given = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
+    return attention.forward(bind(q, k, v, *given, sinks, keep, return_lse), q, k, v, sinks)
 
 
 @fake("attention")
@@ -113,8 +113,8 @@ def backward_op(
     causal: bool, window: list[int] | None, chunk: int | None, first: int, softcap: float | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, from what forward `kept`; q, k, v only give shapes."""
-    found = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
-    dq, dk, dv, dsinks = attention.backward(bound(q, k, v, *found, sinks, return_lse), kept, sinks, dout, dlse)
+    given = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
+    dq, dk, dv, dsinks = attention.backward(bound(q, k, v, *given, sinks, return_lse), kept, sinks, dout, dlse)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 

@@ -155,14 +155,14 @@ def swapped_backward(
 ) -> tuple[Tensor, ...]:
     """`backward` where heads are exchanged: (dq, dk, dv, lse, delta) of all groups side by side."""
     axis, real = call.ulysses, call.real
-    known = axis.size > 1  # the kept tensors have already entered
-    tensors, whole = ((), ()) if known else (tuple(kept), (*call.reals, None, None))
+    over_ranks = axis.size > 1  # the kept tensors have already entered
+    tensors, whole = ((), ()) if over_ranks else (tuple(kept), (*call.reals, None, None))
     new = (dout,) if dlse is None else (dout, dlse)
     lses, deltas = [], []
 
     def entering() -> Iterator[Sequence[Any]]:
         for g, group in enumerate(entered(call, (*tensors, *new), (*whole, *[real] * len(new)))):
-            group = [*kept[HELD * g : HELD * (g + 1)], *group] if known else group
+            group = [*kept[HELD * g : HELD * (g + 1)], *group] if over_ranks else group
             lses.append(group[4])
             yield group if dlse is not None else (*group, None)
 

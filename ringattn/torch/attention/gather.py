@@ -36,9 +36,9 @@ def gather_backward(
     def going_home() -> Iterator[Pending]:
         for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
             rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta)
-            found = kernel.backward((q, k, v), where, rows) if where else map(Total, (q, k, v))
-            dq, *grads = (in_dtype(grad, accumulator(x)) for grad, x in zip(found, (q, k, v), strict=True))
-            del k, v, rows, found
+            totals = kernel.backward((q, k, v), where, rows) if where else map(Total, (q, k, v))
+            dq, *grads = (in_dtype(grad, accumulator(x)) for grad, x in zip(totals, (q, k, v), strict=True))
+            del k, v, rows, totals
             home = [axis.reduce_scatter(reordered(x, layout, back=False), 1) for x in grads]
             del grads
             yield All(Done(dq), *home, Done(delta))
@@ -50,7 +50,7 @@ def gathered(group: Entered | Seen, axis: Axis, layout: Layout) -> Pending:
     """A group (q, k, v, ...) with the keys and values of all ranks."""
     q, k, v, *rest = group
     pending = All(axis.all_gather(k, 1), axis.all_gather(v, 1))
-    return Then(pending, lambda found: (q, *(reordered(x, layout, back=True) for x in found), *rest))
+    return Then(pending, lambda coming: (q, *(reordered(x, layout, back=True) for x in coming), *rest))
 
 
 def reordered(x: Tensor, layout: Layout, back: bool) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.check import has_shape, of_choice
+from ringattn.check.arguments import has_shape, of_choice
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial

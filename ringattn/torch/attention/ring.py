@@ -34,12 +34,12 @@ def forward(
     """
     part: Partial | None = start
     held: Sequence[Tensor] = (k, v)
-    left = sum(step.where is not None for one in rounds for step in one.steps)
-    for i, one in enumerate(rounds, start=1):
-        flight, here = carry(axis, held, one.hop, f"keys of round {i + 1} of {len(rounds)}, forward"), held
-        for j, (step, following) in enumerate(with_next(one.steps), start=2):
+    left = sum(step.where is not None for round_ in rounds for step in round_.steps)
+    for i, round_ in enumerate(rounds, start=1):
+        flight, here = carry(axis, held, round_.hop, f"keys of round {i + 1} of {len(rounds)}, forward"), held
+        for j, (step, following) in enumerate(with_next(round_.steps), start=2):
             room, trip = room_for(following, *held)
-            with axis.sharing(*trip, f"keys of step {j} of {len(one.steps)}, forward", score.kernel.fills) as coming:
+            with axis.sharing(*trip, f"keys of step {j} of {len(round_.steps)}, forward", score.kernel.fills) as coming:
                 if step.where:
                     left -= 1
                     rounded = part is None and score.kernel.rounds(step.where)
@@ -60,19 +60,19 @@ def backward(
     own: Sequence[Total] = ()  # the gradients of this rank's keys and values
     arriving: Pending = Done()
     returning: list[tuple[Ranges, Pending]] = []
-    for i, one in enumerate(rounds, start=1):
+    for i, round_ in enumerate(rounds, start=1):
         label = f"round {i} of {len(rounds)}, backward"
-        flight = carry(axis, held, one.hop, f"keys after {label}")
-        found = of_round(q, held, rows, dq, axis, one.steps, score, narrow)
+        flight = carry(axis, held, round_.hop, f"keys after {label}")
+        totals = of_round(q, held, rows, dq, axis, round_.steps, score, narrow)
         if i == 1:
-            own = found
+            own = totals
         else:  # sums of another rank's block: add those of its last holder, and pass them on
-            for total, x in zip(found, arriving.wait() or (), strict=False):
+            for total, x in zip(totals, arriving.wait() or (), strict=False):
                 total.add(x)
-            sums = [total.tensor(total.exact) for total in found] if one.hop or one.home else []
-            arriving = carry(axis, sums, one.hop, f"gradients after {label}")
-            if one.home:
-                returning.append((one.home.into, carry(axis, sums, one.home, f"gradients home after {label}")))
+            sums = [total.tensor(total.exact) for total in totals] if round_.hop or round_.home else []
+            arriving = carry(axis, sums, round_.hop, f"gradients after {label}")
+            if round_.home:
+                returning.append((round_.home.into, carry(axis, sums, round_.home, f"gradients home after {label}")))
         held = flight.wait() or held
     for ranges, transfer in returning:
         add_at(own, transfer.wait() or (), ranges)
@@ -115,9 +115,9 @@ def of_round(
     return home.own
 
 
-def add_at(totals: Sequence[Total], found: Sequence[Tensor], ranges: Ranges) -> None:
+def add_at(totals: Sequence[Total], grads: Sequence[Tensor], ranges: Ranges) -> None:
     """Add tensors that hold these ranges of rows."""
-    for total, x in zip(totals, found, strict=False):
+    for total, x in zip(totals, grads, strict=False):
         at = 0
         for r in joined(ranges):
             total.add(x[:, at : at + len(r)], rows=slice(r.start, r.stop))
@@ -177,25 +177,25 @@ class Home:
     def send(self, step: Step, grads: Sequence[Any], what: str, heads: slice) -> None:
         """Send the gradients of the blocks that a step brought to their owners, and receive those of this rank's."""
         if not step.brought and not step.shown:  # nothing travelled: the step worked on its own block, if at all
-            for total, found in zip(self.own, grads, strict=True):  # None without work
-                total.add(found, heads=heads)
+            for total, grad in zip(self.own, grads, strict=True):  # None without work
+                total.add(grad, heads=heads)
             return
         self.settle()
         kinds = list(zip(self.like, self.dtypes, strict=True))
         self.coming, into = [], {}
         for reader, rows in step.shown.items():
             n, at = sum(map(len, rows)), places([(r,) for r in rows])
-            found = [x.new_empty(x.shape[0], n, *x.shape[2:], dtype=dtype) for x, dtype in kinds]
-            self.coming.append((rows, found))
-            into[reader] = Slices(found, at)
+            room = [x.new_empty(x.shape[0], n, *x.shape[2:], dtype=dtype) for x, dtype in kinds]
+            self.coming.append((rows, room))
+            into[reader] = Slices(room, at)
         out = {s: self.parcel(grads, places.at) for s, places in step.brought.items()}
         self.flight = self.axis.move(out, into, what=what)
 
     def settle(self, last: bool = False) -> None:
         """Add what arrived, always in the same order. Unless it is the `last` time, fold totals of many parts."""
         self.flight.wait()
-        for rows, found in self.coming:
-            add_at(self.own, found, rows)
+        for rows, grads in self.coming:
+            add_at(self.own, grads, rows)
         for total in () if last else self.own:
             total.fold()
         self.coming, self.flight = (), Done()

@@ -29,7 +29,7 @@ def enter(
     if groups > 1:
         tensors = [x.chunk(groups, 2)[group] for x in tensors]
     coming = All(*(axis.all_to_all(cleared(x, r), 2, 1) for x, r in zip(tensors, real, strict=True)))
-    return coming if order is None else Then(coming, lambda found: [x.index_select(1, order[0]) for x in found])
+    return coming if order is None else Then(coming, lambda arrived: [x.index_select(1, order[0]) for x in arrived])
 
 
 def leave(tensors: Sequence[Tensor], axis: Axis, order: Order = None) -> Pending:

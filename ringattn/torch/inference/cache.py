@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn import check, serving
+from ringattn import serving
+from ringattn.check import cache as check
+from ringattn.check.arguments import of_arrays
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.serving import Heads, Moves, Stripes, exchange_way, prefill_moves
@@ -94,7 +96,7 @@ class KVCache(serving.KVCache):
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Append the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its share."""
-        problem = check.of_arrays({"k": k, "v": v}, {}, self.plan) or of_tangents(k=k, v=v)
+        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or of_tangents(k=k, v=v)
         raise_if(problem or self.problem(k, v, k.shape[1]))
         self.keep(k.detach(), v.detach(), k.shape[1])
 
@@ -265,7 +267,7 @@ class KVCache(serving.KVCache):
         if self.prefix is None:
             return (mine,)
         copies = len(mine.first) // len(self.prefix.lengths)
-        return (*(one.copied(copies, mine.first) for one in self.prefix.holders()), mine)
+        return (*(each.copied(copies, mine.first) for each in self.prefix.holders()), mine)
 
     def memory(self, until: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """k and v of each holder, below position `until` if given."""
@@ -281,13 +283,13 @@ class KVCache(serving.KVCache):
 
     def problem(self, k: Tensor, v: Tensor, n: int) -> str | None:
         """Why n tokens like those in k and v cannot be appended."""
+        if problem := check.of_new(k, v, self):
+            return problem
         for name, x, mine in (("k", k, self.k), ("v", v, self.v)):
-            if wrong := check.of_kept(name, x, mine):
-                return wrong
             if x.dtype != mine.dtype or x.device != mine.device:
                 remedy = f"cast {name}, or allocate the cache so (a layer: reset())"
                 return f"{name} is {x.dtype} on {x.device}, the cache {mine.dtype} on {mine.device}; {remedy}"
-        return check.of_pair(k, v) or self.overflow(n)
+        return self.overflow(n)
 
     def overflow(self, n: int) -> str | None:
         """Why n more tokens do not fit."""

@@ -14,20 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn import kernels
-from ringattn.check import (
-    drafts,
-    of_arguments,
-    of_arrays,
-    of_choice,
-    of_filled,
-    of_keys,
-    of_lengths,
-    of_parents,
-    of_plan,
-    of_start,
-    of_unknown,
-    of_window,
-)
+from ringattn.check.arguments import of_arguments, of_arrays, of_choice, of_unknown
+from ringattn.check.attention import of_lengths, of_plan
+from ringattn.check.cache import drafts, of_filled, of_keys, of_parents, of_start, of_window
 from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
@@ -45,9 +34,9 @@ FULL = AttentionSpec(causal=False)
 
 
 class Kernels:
-    """The kernels of a call for some number of queries; the second one is loaded when a piece needs it.
+    """The kernels of a call for some number of queries; the second one is loaded when a step needs it.
 
-    A named kernel that supports rectangles only runs the pieces that are rectangles, which depends on the rank and on
+    A named kernel that supports rectangles only runs the steps that are rectangles, which depends on the rank and on
     the lengths of rows. The best other kernel runs the rest.
     """
 
@@ -114,8 +103,8 @@ class Decode(CacheCall):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, tree: bool):
         super().__init__(q, k, v, cache.plan, cache, spec)
         chosen = kernels.select(replace(self.problem, rectangles=False), self.impl)
-        one = spec.chunk is None and not isinstance(spec.window, tuple) and not spec.first and not tree
-        self.quick = chosen.first and cache.prefix is None and one  # whether the host plans nothing for a call
+        plain = spec.chunk is None and not isinstance(spec.window, tuple) and not spec.first and not tree
+        self.quick = chosen.first and cache.prefix is None and plain  # whether the host plans nothing for a call
         self.scale = spec.scale_for(q.shape[-1])
         axes = [axis for axis in (self.plan.ulysses_axis, self.plan.ring_axis) if axis.size > 1]
         self.exchange = [leg(axis, self.plan, q, v) for axis in axes]
@@ -141,7 +130,7 @@ def bind_prefill(
     Where exchanging words is cheap, the ranks compare every call.
     """
     ranks = plan.axes.number  # plans of two meshes may be equal
-    key, call = found(cache, q, k, v, sinks, plan, spec, ranks, move, keys)
+    key, call = look_up(cache, q, k, v, sinks, plan, spec, ranks, move, keys)
     if call is not None:
         call.check(cache, of_start(start, cache.lengths) or cache.overflow(plan.seq_len))
         return call
@@ -167,7 +156,7 @@ def bind_decode(
 ) -> Decode:  # fmt: skip
     """As `bind_prefill`. While a CUDA graph is captured, the call must be bound already."""
     tree = parents is not None
-    key, call = found(cache, q, k, v, sinks, None, spec, tree)
+    key, call = look_up(cache, q, k, v, sinks, None, spec, tree)
     if capturing:
         raise_if(of_capture(cache, call))
         return call
@@ -194,7 +183,7 @@ def bind_decode(
     return make(kind, key, cache, cache.plan, spec, (q, k, v, sinks), how, problem)
 
 
-def found(
+def look_up(
     cache: KVCache, q: Any, k: Any, v: Any, sinks: Any, plan: Plan | None, spec: Any, *how: Any
 ) -> tuple[Any, Any]:
     """The key of a call, and the call if it is bound. No key if arguments are wrong: the checks report them."""

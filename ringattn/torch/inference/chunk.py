@@ -1,4 +1,4 @@
-"""Which keys of a cache the queries of a chunk see, in pieces, and where its new tokens are written: on the device.
+"""Which keys of a cache the queries of a chunk see, by ranges, and where its new tokens are written: on the device.
 
 They are made once for a chunk and cached: all layers of a model use the same ones.
 """
@@ -60,15 +60,15 @@ def families_of(chunk: Chunk, before: int) -> Families:
     """Who sees whom in a row that had `before` tokens; token i of the chunk is the query before + i."""
     spec, total = chunk.spec, before + chunk.tokens
     if chunk.parents is None:
-        (found,) = zip(*families(spec, chunk.tokens, total, offset=before), strict=True)
-        moved = (bands._replace(start=bands.start + before, stop=bands.stop + before) for bands in found)
+        (each,) = zip(*families(spec, chunk.tokens, total, offset=before), strict=True)
+        moved = (bands._replace(start=bands.start + before, stop=bands.stop + before) for bands in each)
         return tuple((bands,) for bands in moved)
     tree = Docs.tree([before] + [1] * chunk.tokens, [-1] + [parent + 1 for parent in chunk.parents])
     return families(spec, total, docs=tree)
 
 
-class Piece(NamedTuple):
-    """A slice of a holder's local indices, and one family of intervals.
+class KeyRange(NamedTuple):
+    """Consecutive local indices of a holder, and a family of intervals.
 
     seen[i]: the queries' intervals among the keys that the ranks of group i hold there; None if they see none.
     """
@@ -78,44 +78,48 @@ class Piece(NamedTuple):
 
 
 Groups = tuple[tuple[int, ...], ...]  # ranks whose keys lie together, in the order of their positions
-OwnPiece = tuple[slice, Intervals | None]  # a slice of the chunk's tokens, and the queries' intervals among them
+OwnRange = tuple[slice, Intervals | None]  # consecutive tokens of the chunk, and the queries' intervals among them
 
 
 @lru_cache(maxsize=32)
-def own_pieces(chunk: Chunk, most: int, device: torch.device, rectangles: bool) -> tuple[OwnPiece, ...]:
+def own_ranges(chunk: Chunk, most: int, device: torch.device, rectangles: bool) -> tuple[OwnRange, ...]:
     """The tokens of a chunk without holders, at most `most` at once: the same for every chunk of this length, unless
     it depends on how many tokens were `before`.
     """
     rows = sorted(set(chunk.before)) if len(set(chunk.before)) < 2 else chunk.before
     every = [
-        [(low - n, high - n) for low, high in (bounds_at(one, chunk.positions + n) for one in families_of(chunk, n))]
+        [
+            (low - n, high - n)
+            for low, high in (bounds_at(family, chunk.positions + n) for family in families_of(chunk, n))
+        ]
         for n in rows or (0,)
     ]
     sides = [[np.concatenate(side)[None].clip(0) for side in zip(*of_rows, strict=True)]
              for of_rows in zip(*every, strict=True)]  # fmt: skip
-    cuts = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
-    return tuple((cut, within(begin, end, cut, device, rectangles)) for begin, end in sides for cut in cuts)
+    slices = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
+    return tuple((keys, within(begin, end, keys, device, rectangles)) for begin, end in sides for keys in slices)
 
 
 @lru_cache(maxsize=64)
-def pieces_of(
+def ranges_of(
     chunk: Chunk, groups: Groups, most: int | None, device: torch.device, rectangles: bool
-) -> tuple[tuple[Piece, ...], ...]:
-    """Each holder's pieces, of at most `most` keys per rank. `rectangles`: for a kernel that needs them."""
-    found = []
+) -> tuple[tuple[KeyRange, ...], ...]:
+    """Each holder's ranges, of at most `most` keys per rank. `rectangles`: for a kernel that needs them."""
+    by_holder = []
     for holder in chunk.holders:
         every = [seen(chunk, holder, chunk.positions, ranks) for ranks in groups]
         here = []
         for *sides, (low, high) in zip(*every, reach(chunk, holder), strict=True):
-            cuts = cuts_of(low, high, most, holder.stripes.block) if low < high else []
+            slices = slices_of(low, high, most, holder.stripes.block) if low < high else []
             here += [
-                Piece(cut, tuple(within(begin, end, cut, device, rectangles) for begin, end in sides)) for cut in cuts
+                KeyRange(keys, tuple(within(begin, end, keys, device, rectangles) for begin, end in sides))
+                for keys in slices
             ]
-        found.append(tuple(here))
-    return tuple(found)
+        by_holder.append(tuple(here))
+    return tuple(by_holder)
 
 
-def cuts_of(low: int, high: int, most: int | None, block: int) -> list[slice]:
+def slices_of(low: int, high: int, most: int | None, block: int) -> list[slice]:
     """Slices of local indices, each of whole blocks or within one block, so that the ranks' keys are consecutive."""
     low, high = low // block * block, -(-high // block) * block
     size = max(block, high - low) if most is None else most
@@ -129,7 +133,7 @@ Sides = tuple[np.ndarray, np.ndarray]
 def seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, ...]) -> list[Sides]:
     """Of each family, which of each rank's local indices these queries see: intervals [ranks, batch rows or 1, T]."""
     rows = list(zip(chunk.before, holder.first, holder.last, strict=True))
-    found = []
+    intervals = []
     which = np.array(ranks)[:, None, None]
     rows = rows[:1] if len(set(rows)) == 1 else rows
     every = [families_of(chunk._replace(before=(), holders=(), queries=None), before) for before, *_ in rows]
@@ -141,8 +145,8 @@ def seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, 
             begins.append(np.minimum(np.maximum(begin, low), high))
             ends.append(np.minimum(np.maximum(end, low), high))
         begin, end = (holder.stripes.below(np.concatenate(side), which) for side in (begins, ends))
-        found.append((begin, end))
-    return found
+        intervals.append((begin, end))
+    return intervals
 
 
 def reach(chunk: Chunk, holder: Holder) -> list[tuple[int, int]]:
@@ -151,8 +155,8 @@ def reach(chunk: Chunk, holder: Holder) -> list[tuple[int, int]]:
     It is the same on all ranks.
     """
     at = np.arange(chunk.tokens) if chunk.parents else np.array([0, chunk.tokens - 1])  # intervals never decrease
-    found = seen(chunk, holder, at, tuple(range(holder.stripes.ranks)))
-    return [(int(begin.min()), int(end.max())) for begin, end in found]
+    of_all = seen(chunk, holder, at, tuple(range(holder.stripes.ranks)))
+    return [(int(begin.min()), int(end.max())) for begin, end in of_all]
 
 
 def within(begin: np.ndarray, end: np.ndarray, keys: slice, device: torch.device, rectangles: bool) -> Intervals | None:
@@ -173,7 +177,7 @@ def in_any_order(where: Intervals | None, keys: int) -> bool:
 
 @lru_cache(maxsize=64)
 def everything(queries: int, keys: int, device: torch.device) -> Intervals:
-    """The intervals in which every query sees every key, as in most pieces of a long prompt."""
+    """The intervals in which every query sees every key, as in most ranges of a long prompt."""
     return on_device(np.stack([np.full((1, queries), edge, np.int32) for edge in (0, keys)]), device, rectangles=True)
 
 
@@ -203,20 +207,20 @@ def landings(
     lengths: tuple[int, ...], n: int, order: Layout | None, stripes: Stripes, rank: int, device: torch.device
 ) -> tuple[Landing, ...]:
     """Which of the n tokens after these lengths a rank keeps; `order`: the layout whose shards order them."""
-    found = []
+    made = []
     for length in sorted(set(lengths)):
         positions = np.arange(length, length + n)
         mine = np.flatnonzero(stripes.owned(positions, rank))
         if len(mine):
             source = mine if order is None else whereabouts(order)[mine]
             host = np.stack([source, stripes.below(positions[mine], rank)])
-            rows = tuple(i for i, one in enumerate(lengths) if one == length)
-            found.append(Landing(rows, *torch.from_numpy(host).to(device, non_blocking=True)))
-    return tuple(found)
+            rows = tuple(i for i, each in enumerate(lengths) if each == length)
+            made.append(Landing(rows, *torch.from_numpy(host).to(device, non_blocking=True)))
+    return tuple(made)
 
 
 def whereabouts(layout: Layout) -> np.ndarray:
-    """The place of each position in the order of all shards."""
+    """The index of each position in the order of all shards."""
     return np.argsort(layout.order())
 
 

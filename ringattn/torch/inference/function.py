@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.check import drafts
+from ringattn.check.cache import drafts
 from ringattn.kernels.partial import Partial, add_sinks, packed, unpacked
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec
@@ -44,7 +44,7 @@ def prefill(
     new = everyone(torch.cat([k, v], -1), plan)
     with cache.unless_it_fails():
         if way == "keys" and cache.ranks > 1:
-            part = attend_travelling(q, new, call, cache, chunk)
+            partial = attend_travelling(q, new, call, cache, chunk)
         else:
             guests = Guests(q, plan) if cache.ranks > 1 else None
             k, v = parted(new.wait(), cache)
@@ -52,11 +52,11 @@ def prefill(
             del new, k, v  # of all ranks: frees their memory before queries attend
             chunk = chunk._replace(holders=cache.holders())
             if guests:
-                part = guests.attend(call, cache, chunk, q.dtype if sinks is None else torch.float32)
+                partial = guests.attend(call, cache, chunk, q.dtype if sinks is None else torch.float32)
             else:
-                part = attend_cache(q, call, cache, chunk._replace(queries=plan.tokens.shard(0)), call.most)
-        part = part if sinks is None else add_sinks(part, sinks.detach())
-        return part.out.to(q.dtype)
+                partial = attend_cache(q, call, cache, chunk._replace(queries=plan.tokens.shard(0)), call.most)
+        partial = partial if sinks is None else add_sinks(partial, sinks.detach())
+        return partial.out.to(q.dtype)
 
 
 def decode(
@@ -80,8 +80,8 @@ def decode(
     before, n = tuple(cache.lengths.tolist()), q.shape[1]
     with cache.unless_it_fails():
         cache.keep(k, v, n)
-        part = attend_cache(q, call, cache, Chunk(spec, n, before, cache.holders(), parents=drafts(parents)))
-        return merged_everywhere(packed(part, call.form), call, sinks, q.dtype)
+        partial = attend_cache(q, call, cache, Chunk(spec, n, before, cache.holders(), parents=drafts(parents)))
+        return merged_everywhere(packed(partial, call.form), call, sinks, q.dtype)
 
 
 def decode_quickly(
@@ -95,15 +95,15 @@ def decode_quickly(
     kept = spec.behind  # a call with other masks is not quick
     where = append.append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=kept)
     splits = decode.splits_for(q, cache.v, cache.v.shape[1] if capturing else cache.reach(n))
-    parts = decode.decode_splits(q, cache.k, cache.v, where, call.scale, spec.softcap, splits)
+    partials = decode.decode_splits(q, cache.k, cache.v, where, call.scale, spec.softcap, splits)
     if cache.ranks == 1:
-        out = merge.merge_stack(parts, None, sinks, dtype=q.dtype).out
+        out = merge.merge_stack(partials, None, sinks, dtype=q.dtype).out
     elif call.form == "lse":
         rows = torch.empty(*q.shape[:3], v.shape[-1] + 1, dtype=torch.float32, device=q.device)
-        merge.merge_stack(parts, into=unpacked(rows, call.form))
+        merge.merge_stack(partials, into=unpacked(rows, call.form))
         out = merged_everywhere(rows, call, sinks, q.dtype)
     else:
-        part: Partial = merge.merge_stack(parts)
-        out = merged_everywhere(packed(part, call.form), call, sinks, q.dtype)
+        partial: Partial = merge.merge_stack(partials)
+        out = merged_everywhere(packed(partial, call.form), call, sinks, q.dtype)
     cache.grow(n, capturing)
     return out

@@ -1,4 +1,4 @@
-"""How new queries attend to the keys of a cache that is spread over ranks, piece by piece.
+"""How new queries attend to the keys of a cache that is spread over ranks, range by range.
 
 `attend_cache` attends to the keys that this rank holds. With several ranks, either queries travel to the keys and their
 partials come back (`Guests`), or keys travel to the queries (`attend_travelling`). In decode every rank has all
@@ -6,7 +6,6 @@ queries, and partials are merged in rank order, so that every rank has the same 
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,8 +27,8 @@ from ringattn.torch.inference.chunk import (
     Chunk,
     guests_of,
     in_any_order,
-    own_pieces,
-    pieces_of,
+    own_ranges,
+    ranges_of,
     whereabouts_on,
 )
 
@@ -52,23 +51,23 @@ class Visit(NamedTuple):
     where: Intervals | None
 
 
-def attended(q: Tensor, kernels: Kernels, visits: Iterable[Visit], part: Partial | None) -> Partial | None:
-    """Attention of the queries over the keys of each visit, merged into `part`; None if they saw none."""
+def attended(q: Tensor, kernels: Kernels, visits: Iterable[Visit], partial: Partial | None) -> Partial | None:
+    """Attention of the queries over the keys of each visit, merged into `partial`; None if they saw none."""
     for kept, where in visits:
         if where is not None:
             k, v = (x.flatten(1, -3) for x in kept)
-            part = kernels.of(where).attend(q, k, v, where, carry=part)
-    return part
+            partial = kernels.of(where).attend(q, k, v, where, carry=partial)
+    return partial
 
 
 def attend_cache(q: Tensor, call: CacheCall, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
     """Attention of a chunk's queries over the keys that this rank holds, at most `keys` of them at once."""
-    kernels, part = call.kernels(q.shape[1]), None
-    plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, kernels.needs_rectangles)
-    for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
-        visits = [Visit((k[:, piece.keys], v[:, piece.keys]), *piece.seen) for piece in cuts]
-        part = attended(q, kernels, visits, part)
-    return part or empty(q, cache.v.shape[-1])
+    kernels, partial = call.kernels(q.shape[1]), None
+    plans = ranges_of(chunk, ((cache.rank,),), keys, q.device, kernels.needs_rectangles)
+    for ranges, (k, v) in zip(plans, cache.memory(), strict=True):
+        visits = [Visit((k[:, each.keys], v[:, each.keys]), *each.seen) for each in ranges]
+        partial = attended(q, kernels, visits, partial)
+    return partial or empty(q, cache.v.shape[-1])
 
 
 def axes_of(plan: Plan) -> tuple[Axis, Axis]:
@@ -97,30 +96,29 @@ class Guests:
     def attend(self, call: Prefill, cache: KVCache, chunk: Chunk, dtype: torch.dtype) -> Partial:
         """This rank's partial over the keys of all ranks, merged in rank order; its out may have `dtype`."""
         rows = (self.axis.size, *self.q.shape[:3])  # by the rank that has the keys
-        new = partial(torch.empty, device=self.q.device)
-        out = new(*rows, cache.v.shape[-1], dtype=accumulator(self.q))
-        found = Partial(out, new(rows, dtype=fine(self.q)))
+        out = torch.empty(*rows, cache.v.shape[-1], dtype=accumulator(self.q), device=self.q.device)
+        partials = Partial(out, torch.empty(rows, dtype=fine(self.q), device=self.q.device))
         leaving: Pending = Done()
         self.coming.wait()
         for i, (step, following) in enumerate(with_next(self.run)):
             label = f"step {i + 1} of {len(self.run)}, prefill"
             room, trip = room_for(following, self.q)
             with self.axis.sharing(*trip, f"queries after {label}") as coming:
-                part = attend_cache(self.here[0], call, cache, chunk._replace(queries=step.keys), call.most)
+                partial = attend_cache(self.here[0], call, cache, chunk._replace(queries=step.keys), call.most)
             leaving.wait()
             if step.shown or step.brought:
-                home = {r: Slices([x[r] for x in found], rows) for r, rows in step.shown.items()}
-                away = {r: Slices(part, places.at) for r, places in step.brought.items()}
+                home = {r: Slices([x[r] for x in partials], rows) for r, rows in step.shown.items()}
+                away = {r: Slices(partial, places.at) for r, places in step.brought.items()}
                 leaving = self.axis.move(away, home, what=f"partials of {label}")
             else:
-                for x, mine in zip(found, part, strict=True):
+                for x, mine in zip(partials, partial, strict=True):
                     x[self.axis.rank].copy_(mine)
             coming.wait()
             self.here = room
-            del part
+            del partial
         if self.within.size == 1:
-            return merged(found, dtype)
-        share = packed(merged(found), call.form).movedim(1, 0)  # [T, B, H, V + 1 or 2]
+            return merged(partials, dtype)
+        share = packed(merged(partials), call.form).movedim(1, 0)  # [T, B, H, V + 1 or 2]
         stack = self.within.all_to_all(share, 0, 0).wait().unflatten(0, (self.within.size, -1))
         return merged(unpacked(stack.movedim(1, 2), call.form), dtype)
 
@@ -131,29 +129,29 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
     At most `call.keys` keys of each rank arrive at a time, from all ranks at once, while earlier ones and as many local
     ones are computed. If a plan has both axes, "local" is a whole ring rank.
     """
-    kernels, plan, part = call.kernels(q.shape[1]), call.plan, None
+    kernels, plan, partial = call.kernels(q.shape[1]), call.plan, None
     axis, inner = axes_of(plan)
-    here = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
-    groups = tuple(here), tuple(r for r in range(cache.ranks) if r not in here)
+    local = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
+    groups = tuple(local), tuple(r for r in range(cache.ranks) if r not in local)
     chunk = chunk._replace(queries=plan.tokens.held(plan.ring_axis.rank, plan.ulysses_axis.rank))
-    plans = pieces_of(chunk, groups, call.keys, q.device, kernels.needs_rectangles)
+    plans = ranges_of(chunk, groups, call.keys, q.device, kernels.needs_rectangles)
     sources = [r for r in range(axis.size) if r != axis.rank]
     visits: list[Visit] = []
-    for piece, kept in ((piece, kept) for cuts, kept in zip(plans, cache.memory(), strict=True) for piece in cuts):
-        mine = [in_blocks(x[:, piece.keys], cache.stripes.block, inner) for x in kept]
+    for here, kept in ((each, kept) for ranges, kept in zip(plans, cache.memory(), strict=True) for each in ranges):
+        mine = [in_blocks(x[:, here.keys], cache.stripes.block, inner) for x in kept]
         room = [x.new_empty(x.shape[0], len(sources), *x.shape[1:]) for x in mine]
         into = {r: [x[:, i] for x in room] for i, r in enumerate(sources)}
         with axis.sharing(dict.fromkeys(sources, mine), into, "cached keys") as coming:
-            part = attended(q, kernels, [*visits, Visit(mine, piece.seen[0])], part)
+            partial = attended(q, kernels, [*visits, Visit(mine, here.seen[0])], partial)
         coming.wait()
-        visits = [in_order(room, piece.seen[1])]
+        visits = [in_order(room, here.seen[1])]
     k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
     placed = chunk.spec.chunk is not None or chunk.spec.first  # else the chunk's own tokens see each other as any do
-    alone = chunk._replace(before=chunk.before if placed else (), holders=())
-    own = own_pieces(alone, call.keys * cache.ranks, q.device, kernels.needs_rectangles)
-    part = attended(q, kernels, [*visits, *(Visit((k[:, cut], v[:, cut]), where) for cut, where in own)], part)
+    own = chunk._replace(before=chunk.before if placed else (), holders=())
+    ranges = own_ranges(own, call.keys * cache.ranks, q.device, kernels.needs_rectangles)
+    partial = attended(q, kernels, [*visits, *(Visit((k[:, at], v[:, at]), where) for at, where in ranges)], partial)
     cache.keep(k, v, chunk.tokens)
-    return part or empty(q, cache.v.shape[-1])
+    return partial or empty(q, cache.v.shape[-1])
 
 
 def in_order(room: Sequence[Tensor], where: Intervals | None) -> Visit:
@@ -170,19 +168,19 @@ def in_blocks(x: Tensor, block: int, inner: Axis) -> Tensor:
 
 def merged_everywhere(rows: Tensor, call: Decode, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The merge of all ranks' packed partials and of the sinks, the same bits on every rank."""
-    part = None
+    partial = None
     for axis, at_once in call.exchange:
-        rows = rows if part is None else packed(part, call.form)
+        rows = rows if partial is None else packed(partial, call.form)
         if at_once:
             last = axis is call.exchange[-1][0] and sinks is None
             every = axis.all_gather(rows[None], 0).wait()
-            part = merged(unpacked(every, call.form), dtype if last else torch.float32)
+            partial = merged(unpacked(every, call.form), dtype if last else torch.float32)
         else:
-            part = shared(rows, axis, call.form)
-    if part is None:  # one rank
-        part = partial_of(rows, call.form)
-    part = part if sinks is None else add_sinks(part, sinks.detach())
-    return part.out.to(dtype).contiguous()
+            partial = shared(rows, axis, call.form)
+    if partial is None:  # one rank
+        partial = partial_of(rows, call.form)
+    partial = partial if sinks is None else add_sinks(partial, sinks.detach())
+    return partial.out.to(dtype).contiguous()
 
 
 def shared(rows: Tensor, axis: Any, form: str) -> Partial:

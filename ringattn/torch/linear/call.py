@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.check import by_document, of_choice, of_linear, of_scale, of_state, returned_states, wrong_number
+from ringattn.check.arguments import of_choice
+from ringattn.check.linear import by_document, of_linear, of_scale, of_state, returned_states, wrong_number
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs, Scan
@@ -98,12 +99,12 @@ def bind(
     tangents = have_tangents(*x)
     call = None if tangents else plan.calls.get(key)
     if call is None:
-        found = problem(x, plan, docs, scale, kernel, scan)
-        found = found or (look and of_numbers(x, plan, docs)) or None
-        returned = found or returned_states(return_state, x.initial_state, docs, x.v.shape[0])
+        wrong = problem(x, plan, docs, scale, kernel, scan)
+        wrong = wrong or (look and of_numbers(x, plan, docs)) or None
+        returned = wrong or returned_states(return_state, x.initial_state, docs, x.v.shape[0])
         asked, tensors = f"{scale} {kernel} {scan} {returned}", x._asdict()  # alike in a compiled call and an eager one
         words = agree.describe(plan, None, tensors, docs, call="linear_attention", gradients=gradients, asked=asked)
-        agree.agree(plan, words, found)
+        agree.agree(plan, words, wrong)
         call = LinearCall(x, plan, docs, scale, kernel, scan, gradients, return_state)
         call.words = words
         if not tangents:
@@ -117,26 +118,26 @@ def problem(x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel
     """The first problem with the shapes, dtypes and devices of a call."""
     others = x._asdict()
     q, k, v = (others.pop(name) for name in "qkv")
-    found = (
+    wrong = (
         of_linear(q, k, v, x.log_decay, x.beta, plan, docs)
         or of_tensors(q, k, v, linear=True)
         or of_tangents(**others)
         or of_dense(**others)
         or of_scale(scale, q.shape[-1])
-        or of_choice("kernel", kernel, ("auto", *(one.name for one in linear.TABLE)))
+        or of_choice("kernel", kernel, ("auto", *(kernel_.name for kernel_ in linear.TABLE)))
         or of_choice("scan", scan, ("auto", *WAYS))
     )
-    if found is None and scan != "auto" and uneven(plan):
-        found = f"scan={scan!r}: in layout={plan.layout!r} maps go straight to the ranks that need them; leave scan out"
-    if found is None and x.initial_state is not None:
-        found = of_state("initial_state", x.initial_state, q, v, accumulator(q), docs)
+    if wrong is None and scan != "auto" and uneven(plan):
+        wrong = f"scan={scan!r}: in layout={plan.layout!r} maps go straight to the ranks that need them; leave scan out"
+    if wrong is None and x.initial_state is not None:
+        wrong = of_state("initial_state", x.initial_state, q, v, accumulator(q), docs)
     for name, t in others.items():
-        if found is None and t is not None:
+        if wrong is None and t is not None:
             if not t.is_floating_point():
-                found = f"{name} is {t.dtype}; expected floats"
+                wrong = f"{name} is {t.dtype}; expected floats"
             elif t.device != q.device:
-                found = f"{name} is on {t.device}, q on {q.device}; put both on one device"
-    return found
+                wrong = f"{name} is on {t.device}, q on {q.device}; put both on one device"
+    return wrong
 
 
 def of_numbers(x: Given, plan: Plan, docs: Docs | None) -> str | None:
@@ -166,8 +167,8 @@ def selected(x: Given, kernel: str) -> LinearKernel:
         beta=x.beta is not None,
         arch=torch.cuda.get_device_capability(x.q.device) if x.q.is_cuda else None,
     )
-    found: LinearKernel = linear.select(problem, kernel).load()
-    return found
+    loaded: LinearKernel = linear.select(problem, kernel).load()
+    return loaded
 
 
 def rows(x: Tensor, parts: int) -> Tensor:

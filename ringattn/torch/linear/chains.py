@@ -36,8 +36,8 @@ class Chains:
         self, plan: Plan, starts: np.ndarray, place: tuple[int, int], device: torch.device, backward: bool = False
     ):
         ring, ulysses = plan.ring, plan.ulysses
-        found = sorted((r.start, r.stop, rank, p) for rank, own in enumerate(pieces(plan)) for p, r in enumerate(own))
-        firsts, stops, owners, numbers = np.array(found).T
+        runs = sorted((r.start, r.stop, rank, p) for rank, own in enumerate(pieces(plan)) for p, r in enumerate(own))
+        firsts, stops, owners, numbers = np.array(runs).T
         needs: dict[int, list[Need]] = {rank: [] for rank in range(ring * ulysses)}
         for b, edges in enumerate(starts):
             at = stops if backward else firsts
@@ -81,26 +81,26 @@ class Coming:
 
     def __init__(self, chains: Chains, flying: Any, value_dim: int):
         self.chains, self.flying, self.V = chains, flying, value_dim
-        self.found: Tensor | None = None
+        self.states: Tensor | None = None
 
     def before(self) -> Tensor:
-        if self.found is None:
+        if self.states is None:
             every = self.flying.wait()
             maps = Map(*every.split_with_sizes([every.shape[-1] - self.V, self.V], -1))
-            self.found = maps.kv.new_zeros(self.chains.count, *maps.kv.shape[1:])
+            self.states = maps.kv.new_zeros(self.chains.count, *maps.kv.shape[1:])
             walked: dict[int, tuple[int, Tensor | None]] = {}  # by first segment: how far, and the state there
             for own, chain in self.chains.needs:
                 done, state = walked.get(chain[0], (0, None))
                 state = after(maps, chain[done:], state)
                 walked[chain[0]] = len(chain), state
-                self.found[own] = state
+                self.states[own] = state
             self.flying = None
-        return self.found
+        return self.states
 
 
 def after(maps: Map, chain: Sequence[int], state: Any) -> Any:
     """The state behind these segments."""
     for i in chain:
-        one = Map(maps.factor[i : i + 1], maps.kv[i : i + 1])
-        state = one.after(state)
+        row = Map(maps.factor[i : i + 1], maps.kv[i : i + 1])
+        state = row.after(state)
     return state

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.check import returned_states
+from ringattn.check.linear import returned_states
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.planning import Plan
@@ -24,8 +24,8 @@ def linear_op(
     """(out, end) by the op `ringattn::linear_attention`."""
     if check and torch.compiler.is_compiling():
         raise ValueError("check=True reads the gates, which a compiled graph cannot; check outside torch.compile")
-    if found := problem(x, plan, docs, scale, kernel, scan):
-        raise ValueError(found)
+    if wrong := problem(x, plan, docs, scale, kernel, scan):
+        raise ValueError(wrong)
     look = (x.q.device.type == "cpu" if check is None else check) and not torch.compiler.is_compiling()
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
     out, end, *_ = torch.ops.ringattn.linear_attention(
@@ -54,9 +54,9 @@ def forward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`function.forward`; a missing tensor is an empty one."""
     live = plan_of(plan, q.shape[1], q.shape[1])
-    known = docs_of(docs, live.seq_len)
+    packed = docs_of(docs, live.seq_len)
     given = Given(q, k, v, g, beta, initial)
-    call = bind(given, live, known, scale, kernel, scan, keep, look, returned)
+    call = bind(given, live, packed, scale, kernel, scan, keep, look, returned)
     out, *rest = function.forward(call, given)
     if call.documents is not None:
         rest[-1] = None  # as many as there are rows, which a graph cannot know: backward finds them again
@@ -76,14 +76,14 @@ def _(
     end = q.new_empty(0, dtype=dtype)
     if returned:
         end = q.new_empty(B * width if each else B, H, K, V, dtype=dtype)
-    found = None
+    kept = None
     if keep and not each and not uneven(live):
         g, beta = (None if t is None else rows(t, P) for t in (g, beta))
         x = Inputs(rows(q, P), rows(k, P), rows(v, P), g, beta, None, scale)
-        found = empty_states(selected(Given(q, k, v, g, beta), kernel), x)
-    walked = keep and found is None and live.ring * live.ulysses > 1
+        kept = empty_states(selected(Given(q, k, v, g, beta), kernel), x)
+    walked = keep and kept is None and live.ring * live.ulysses > 1
     start = q.new_empty(B * P, H, K, V, dtype=dtype) if walked else q.new_empty(0, dtype=dtype)
-    return q.new_empty(B, T, H, V), end, start, q.new_empty(0, dtype=dtype) if found is None else found
+    return q.new_empty(B, T, H, V), end, start, q.new_empty(0, dtype=dtype) if kept is None else kept
 
 
 @op("linear_attention_backward")
@@ -107,9 +107,9 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`function.backward`; a missing tensor is an empty one."""
     live = plan_of(plan, q.shape[1], q.shape[1])
-    known = docs_of(docs, live.seq_len)
+    packed = docs_of(docs, live.seq_len)
     given = Given(q, k, v, g, beta, initial)
-    call = LinearCall(given, live, known, scale, kernel, scan, True, returned)
+    call = LinearCall(given, live, packed, scale, kernel, scan, True, returned)
     before, every = (x if x.numel() else None for x in (start, kept))
     grads = function.backward(call, given, before, every, dout, dend)
     dq, dk, dv, dg, dbeta, dinitial = (start.new_empty(0) if x is None else x for x in grads)

@@ -130,18 +130,18 @@ class Documents:
     def inverses(self, token: Ints, place: Ints) -> list[Tensor]:
         """(each place's token, the places without one, each token's place, the tokens without one: padding)."""
         sizes = self.shape[0] * self.shape[1], self.tokens[0] * self.tokens[1]
-        found, dtype = [], np.int32 if max(sizes) < 2**31 else np.int64  # calls are cached, and these with them
+        indices, dtype = [], np.int32 if max(sizes) < 2**31 else np.int64  # calls are cached, and these with them
         for size, to, source in zip(sizes, (place, token), (token, place), strict=True):
             every = np.full(size, -1)
             every[to] = source
-            found += [self.index(np.maximum(every, 0), dtype), self.index(np.flatnonzero(every < 0))]
-        return found
+            indices += [self.index(np.maximum(every, 0), dtype), self.index(np.flatnonzero(every < 0))]
+        return indices
 
     def folded(self, x: Tensor) -> Tensor:
         """[B, T, ...] as rows [R, L, ...]; zeros where a row is filled up. Padding is in no row."""
         token, none, _, _ = self.places
-        found = x.flatten(0, 1).index_select(0, token).index_fill_(0, none, 0)
-        return found.unflatten(0, self.shape)
+        tokens = x.flatten(0, 1).index_select(0, token).index_fill_(0, none, 0)
+        return tokens.unflatten(0, self.shape)
 
     def whole(self, x: Tensor) -> Tensor:
         """The inverse of `folded`; zeros for padding."""
@@ -169,11 +169,11 @@ class Documents:
 
     def put(self, like: Tensor, *given: tuple[Any, Tensor | None]) -> Tensor:
         """One state a fragment [F, ...] from pairs (to, source) and the states of their sources; None are zeros."""
-        found = like.new_zeros(self.levels[0], *like.shape)
+        inputs = like.new_zeros(self.levels[0], *like.shape)
         for (to, source), states in given:
             if states is not None:
-                found.index_copy_(0, to, states[source])
-        return found
+                inputs.index_copy_(0, to, states[source])
+        return inputs
 
     def level(self, maps: Map, i: int, count: int) -> Map:
         """The maps of the i-th rows of the first `count` fragments."""
@@ -182,23 +182,23 @@ class Documents:
 
     def walked(self, maps: Map | None, state: Tensor) -> Tensor:
         """The state before each row, given that before each fragment."""
-        found = [state]
+        states = [state]
         for i, count in enumerate(self.levels[1:]):
             assert maps is not None
-            found.append(self.level(maps, i, count).after(found[-1][:count]))
-        return torch.cat(found) if len(found) > 1 else state
+            states.append(self.level(maps, i, count).after(states[-1][:count]))
+        return torch.cat(states) if len(states) > 1 else state
 
     def walked_back(self, maps: Map | None, state: Tensor) -> Tensor:
         """The gradient for the state behind each row, given that behind each fragment."""
         later = state[:0]
-        found: list[Tensor] = []
+        behind: list[Tensor] = []
         for i, count in reversed(list(enumerate(self.levels))):
-            if found:
+            if behind:
                 assert maps is not None
                 later = self.level(maps, i + 1, len(later)).after(later)
             later = torch.cat([later, state[len(later) : count]])
-            found.append(later)
-        return torch.cat(found[::-1]) if len(found) > 1 else found[0]
+            behind.append(later)
+        return torch.cat(behind[::-1]) if len(behind) > 1 else behind[0]
 
     def of_segments(self, maps: Map, states: Tensor, backward: bool = False) -> Map:
         """The map of each segment [B * P, ...]; `states` are those before rows, backward those behind."""
@@ -215,8 +215,8 @@ class Documents:
         what = "the states behind documents"
         shard = hop(plan.ulysses_axis, [ends] * plan.ulysses, self.of_ulysses, what)
         every = hop(plan.ring_axis, [shard] * plan.ring, self.of_ring, what)
-        found = ends.new_zeros(self.count, *ends.shape[1:]).index_copy_(0, self.order, every)
-        return found if initial is None else found.index_copy_(0, self.empty, initial.index_select(0, self.empty))
+        behind = ends.new_zeros(self.count, *ends.shape[1:]).index_copy_(0, self.order, every)
+        return behind if initial is None else behind.index_copy_(0, self.empty, initial.index_select(0, self.empty))
 
     def delivered(self, plan: Plan, share: Tensor) -> Tensor:
         """The reverse: the sum of all ranks' shares [documents, ...] for the documents that end on this rank."""
@@ -231,11 +231,11 @@ class Documents:
         """This rank's share of the gradient for the initial state, from those for the states before rows."""
         if initial is None:
             return None
-        found = dbefore.new_zeros(self.count, *dbefore.shape[1:])
-        found.index_copy_(0, self.begun[1], dbefore.index_select(0, self.begun[0]))
+        by_document = dbefore.new_zeros(self.count, *dbefore.shape[1:])
+        by_document.index_copy_(0, self.begun[1], dbefore.index_select(0, self.begun[0]))
         if dend is not None:
-            found.index_copy_(0, self.empty, dend.index_select(0, self.empty).to(found.dtype))
-        return found.unflatten(0, (len(initial), -1))[:, 0]
+            by_document.index_copy_(0, self.empty, dend.index_select(0, self.empty).to(by_document.dtype))
+        return by_document.unflatten(0, (len(initial), -1))[:, 0]
 
 
 def documents_of(

@@ -61,12 +61,12 @@ def last_tokens(
     at = torch.from_numpy(own_positions(plan)).to(x_BTC.device).expand(len(x_BTC), -1) + count
     at = at - (plan.seq_len if lengths is None else lengths[:, None])
     row, token = ((at >= 0) & (at < count)).nonzero(as_tuple=True)
-    found = x_BTC.new_zeros(len(x_BTC), count, x_BTC.shape[2])
-    found[row, at[row, token]] = x_BTC[row, token]
-    found = gathered(gathered(found, plan.ulysses_axis).sum(0), plan.ring_axis).sum(0)
+    tokens = x_BTC.new_zeros(len(x_BTC), count, x_BTC.shape[2])
+    tokens[row, at[row, token]] = x_BTC[row, token]
+    tokens = gathered(gathered(tokens, plan.ulysses_axis).sum(0), plan.ring_axis).sum(0)
     if first is not None and plan.seq_len < count:
-        found[:, : count - plan.seq_len] = first[:, plan.seq_len :]
-    return found
+        tokens[:, : count - plan.seq_len] = first[:, plan.seq_len :]
+    return tokens
 
 
 @cached
@@ -86,11 +86,11 @@ def tokens_before(x: Tensor, first: Tensor | None, plan: str, count: int) -> Ten
     """[B, P, count, C]: the tokens just before each segment; `first`, or zeros, before the sequence."""
     live = plan_of(plan, x.shape[1], x.shape[1])
     halo, P = halo_of(live, count, (live.ring_axis.rank, live.ulysses_axis.rank), x.device), segments(live)
-    found = halo.carry(x, live, 1).unflatten(1, (P, count)).contiguous()
+    tokens = halo.carry(x, live, 1).unflatten(1, (P, count)).contiguous()
     if first is not None:
         for p, start in enumerate(own_positions(live).reshape(P, -1)[:, 0].tolist()):
-            found[:, p, : max(count - start, 0)] = first[:, start:]
-    return found
+            tokens[:, p, : max(count - start, 0)] = first[:, start:]
+    return tokens
 
 
 @fake("tokens_before")
@@ -116,9 +116,9 @@ def begins_of(x: Tensor, docs: Tensor, plan: str) -> Tensor:
     """`begins` on the device of x, as one node of a compiled graph."""
     live = plan_of(plan, x.shape[1], x.shape[1])
     ranks = live.ring_axis.rank, live.ulysses_axis.rank
-    found = begins(live, docs_of(docs, live.seq_len), *ranks, len(x), x.device)
-    assert found is not None
-    return found.clone()
+    index = begins(live, docs_of(docs, live.seq_len), *ranks, len(x), x.device)
+    assert index is not None
+    return index.clone()
 
 
 @fake("begins")

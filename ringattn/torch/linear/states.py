@@ -39,7 +39,7 @@ class Exchange:
         self.P, self.rank = segments(plan), plan.ring_axis.rank
         self.own, self.start, self.arrived = own, start, False
         self.ahead: Iterable[Tensor] = ()
-        self.found: State = None
+        self.state: State = None
         N, H, K, self.V = own.kv.shape
         self.walk = order(plan)[::-1] if backward else order(plan)
         self.mine = [(self.rank, plan.ulysses_axis.rank, p) for p in range(self.P)]
@@ -60,13 +60,13 @@ class Exchange:
         if not self.arrived:  # no cached_property: in Python 3.11 one would hold a lock that all ranks' threads share
             self.arrived = True
             states = self.through_all() if self.way.name == "gather" else self.around()
-            self.found = states[self.mine[0]]
+            self.state = states[self.mine[0]]
             if self.P > 1:
-                found = (states[place] for place in self.mine)
-                self.found = torch.stack([self.zeros() if x is None else x for x in found], 1).flatten(0, 1)
-            elif self.found is not None:
-                self.found = self.found.contiguous()  # frees the maps of all ranks
-        return self.found
+                own = (states[place] for place in self.mine)
+                self.state = torch.stack([self.zeros() if x is None else x for x in own], 1).flatten(0, 1)
+            elif self.state is not None:
+                self.state = self.state.contiguous()  # frees the maps of all ranks
+        return self.state
 
     def through_all(self) -> dict[Place, State]:
         """The states before all segments up to the last one of this rank."""
@@ -82,16 +82,16 @@ class Exchange:
 
     def around(self) -> dict[Place, State]:
         """Once or, in zigzag, twice around the ring; the second pass begins at the end of the first."""
-        found: dict[Place, State] = {}
+        by_place: dict[Place, State] = {}
         for i in range(passes(self.plan)):
             relay = self.flying if i == 0 else self.relay(i, self.behind)
             pieces, places = relay.wait(), self.places(i)
             state = pieces[0] if pieces[0] is None or len(pieces) == 1 else torch.cat(pieces, 3)
             self.ahead = along([self.maps[place] for place in places], state)
-            found.update(zip(places, self.ahead, strict=False))
+            by_place.update(zip(places, self.ahead, strict=False))
         if self.end_everywhere:
             self.end, self.ahead = broadcast(self.plan.ring_axis, self.behind, self.walk[-1][0]), ()
-        return found
+        return by_place
 
     def relay(self, i: int, value: State) -> Relay:
         """The i-th pass of the state around the ring; the first rank begins with `value`."""

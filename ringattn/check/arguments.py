@@ -1,0 +1,163 @@
+"""What every call checks of an argument: its name, type, framework and number of dims."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from ringattn.planning import Plan
+from ringattn.slices import Mask
+from ringattn.spec import AttentionSpec, Docs, whole
+from ringattn.transport import Transport
+
+SAY = "pass True or False"
+MANY_HEADS = 512
+WORDS: dict[str, tuple[type, str]] = {
+    "plan": (Plan, "make one with ringattn.plan(mesh, seq_len=...)"),
+    "spec": (AttentionSpec, "pass AttentionSpec(causal=..., window=..., chunk=..., softcap=..., scale=...)"),
+    **dict.fromkeys(("docs", "key_docs"), (Docs, "pass Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)")),
+    "mask": (Mask, "make one with ringattn.Mask.from_slices(q_ranges, k_ranges, kinds, total)"),
+    "transport": (Transport, "give Transport(route=..., hosts=..., together=..., groups=..., ...)"),
+    **dict.fromkeys(("return_lse", "check"), (bool, SAY)),
+}
+
+
+def of_arguments(required: bool = False, **words: Any) -> str | None:
+    """Arguments that are no tensors have the types that their names require."""
+    for name, value in words.items():
+        kind, remedy = WORDS[name]
+        if (value is not None or required) and not isinstance(value, kind):
+            other = next((word for word, (its, _) in WORDS.items() if isinstance(value, its) and its is not bool), None)
+            return f"{name} is of type {type(value).__name__}; {remedy if other is None else f'pass it as {other}='}"
+    return None
+
+
+BY_PARENTS = "a tree of drafts is parents=[...], the number of each token's parent, or -1"
+NO_DROPOUT = "attention dropout is not supported: it has no exact form over ranks"
+NO_ALIBI = "ALiBi is not supported: use rotary positions (plan.positions())"
+MASKS = "masks are those of spec=, docs= and mask=ringattn.Mask.from_slices(...)"
+REFUSED = {  # other libraries' arguments
+    **dict.fromkeys(("dropout", "dropout_p"), NO_DROPOUT),
+    **dict.fromkeys(("alibi", "alibi_slopes"), NO_ALIBI),
+    **dict.fromkeys(("bias", "attn_bias"), f"an additive bias is not supported: {MASKS}"),
+    "attn_mask": f"an arbitrary mask is not supported: {MASKS}",
+}
+INSTEAD = {  # of those, the ones that an argument of ours replaces
+    "spec": {
+        **dict.fromkeys(("causal", "is_causal"), "pass spec=AttentionSpec(causal=...)"),
+        **dict.fromkeys(("window", "window_size"), "pass spec=AttentionSpec(window=...)"),
+        "softcap": "pass spec=AttentionSpec(softcap=...)",
+        **dict.fromkeys(("scale", "softmax_scale"), "pass spec=AttentionSpec(scale=...)"),
+        "enable_gqa": "k and v may always have fewer heads than q; leave it out",
+    },
+    "plan": dict.fromkeys(
+        ("mesh", "device_mesh", "group", "process_group", "cp_group"), "pass plan=ringattn.plan(mesh, seq_len=...)"
+    ),
+    "docs": {"cu_seqlens": "pass docs=Docs.from_cu_seqlens(...)"},
+    "transport": dict.fromkeys(
+        ("route", "hosts", "together", "groups", "grads"), "it is part of transport=Transport(...)"
+    ),
+    "log_decay": {
+        **dict.fromkeys(("g", "gk", "gate", "gates", "decay"), "pass log_decay=, the logarithm of the decay"),
+        **dict.fromkeys(
+            ("causal", "is_causal", "spec", "window"), "linear attention is causal, over all tokens; leave it out"
+        ),
+        "output_final_state": "pass return_state=True",
+    },
+    "tree": dict.fromkeys(("tree", "tree_mask", "tree_attention_mask"), f"pass parents=: {BY_PARENTS}"),
+}
+
+
+def of_unknown(function: str, unknown: dict[str, Any], *takes: str) -> str | None:
+    """Every argument that a function does not take, and what to use instead, out of what it `takes`."""
+    if not unknown:
+        return None
+    instead = dict(REFUSED)
+    for argument in takes:
+        instead |= INSTEAD[argument]
+    return "; ".join(f"{name}: {instead.get(name, f'{function} has no such argument')}" for name in unknown)
+
+
+def kind(x: Any) -> str | None:
+    """The framework of an array: "torch", "jax", or None."""
+    for name, array in (("torch", "Tensor"), ("jax", "Array")):
+        if name in sys.modules and isinstance(x, getattr(sys.modules[name], array)):
+            return name
+    return None
+
+
+def of_kinds(*arrays: Any) -> str | None:
+    """All are tensors of one framework."""
+    kinds = [kind(x) for x in arrays]
+    if kinds[0] is not None and kinds.count(kinds[0]) == len(kinds):
+        return None
+    return f"expected torch tensors or jax arrays, got {', '.join(type(x).__name__ for x in arrays)}"
+
+
+def of_arrays(arrays: dict[str, Any], optional: dict[str, Any], plan: Plan | None = None) -> str | None:
+    """All are tensors of one framework, that of the plan; the required ones have 4 dims."""
+    if problem := of_kinds(*arrays.values()):
+        return problem
+    framework: Any = kind(next(iter(arrays.values())))
+    what = {"torch": "a torch tensor", "jax": "a jax array"}[framework]
+    for name, x in optional.items():
+        if x is not None and kind(x) != framework:
+            remedy = "pass it as plan=" if isinstance(x, Plan) else f"it must be {what}, as {next(iter(arrays))} is"
+            return f"{name} is of type {type(x).__name__}; {remedy}"
+    if plan is not None and plan.framework != framework:
+        devices = {"torch": "a torch mesh, or none", "jax": "a mesh of jax devices"}[framework]
+        return (
+            f"the plan was made for a {plan.framework} mesh, and {next(iter(arrays))} is {what}; give plan() {devices}"
+        )
+    return of_dims(**arrays)
+
+
+def of_dims(**arrays: Any) -> str | None:
+    for name, x in arrays.items():
+        if getattr(x, "is_nested", False):
+            return f"{name} is a nested tensor; put its rows one after the other and pass docs=Docs.from_lengths(...)"
+        if hasattr(x, "to_local"):
+            return f"{name} is a DTensor; give {name}.to_local(), this rank's tokens under the plan"
+        if len(x.shape) != 4:
+            return f"{name} has shape {tuple(x.shape)}; expected 4 dims [batch, tokens, heads, head_dim]"
+    return None
+
+
+def has_shape(x: Any, *shapes: Any) -> bool:
+    """Whether x has one of these shapes. While torch.compile traces, `in` knows no symbolic sizes; == does."""
+    return any([tuple(x.shape) == shape for shape in shapes])
+
+
+def of_choice(name: str, value: Any, choices: Sequence[str]) -> str | None:
+    if isinstance(value, str) and value in choices:
+        return None
+    return f"{name}={value!r}: choose one of {', '.join(choices)}"
+
+
+def of_sizes(**sizes: Any) -> str | None:
+    """Whole numbers of at least 1."""
+    wrong = (name for name, value in sizes.items() if (whole(value) or 0) < 1)
+    return next((f"{name}={sizes[name]!r}: at least 1, a whole number" for name in wrong), None)
+
+
+def of_returned(return_state: Any, docs: Docs | None) -> str | None:
+    """`return_state` is True, False or "documents"."""
+    if return_state is None or isinstance(return_state, bool):
+        return None
+    if not (isinstance(return_state, str) and return_state == "documents"):
+        kind = type(return_state).__name__
+        return f"return_state is of type {kind}; {SAY}, or 'documents' for the state behind each document"
+    if docs is None:
+        return "return_state='documents' without docs: there is one state a row; pass docs, or return_state=True"
+    return None
+
+
+def warn_of_exchanged(q: Any, stacklevel: int) -> None:
+    """Warn where a call is valid, but its dims 1 and 2 look exchanged: no model has so many heads."""
+    tokens, heads = q.shape[1:3]
+    if heads > MANY_HEADS and heads > tokens:
+        warnings.warn(
+            f"q has shape {tuple(q.shape)}: {tokens} tokens and {heads} heads; if dims 1 and 2 are exchanged, pass "
+            "q, k and v as x.transpose(1, 2)",
+            stacklevel=stacklevel,
+        )

@@ -1,0 +1,166 @@
+"""What a call of attention must satisfy: shapes, the plan, lengths, documents and masks."""
+
+from typing import Any
+
+import numpy as np
+
+from ringattn.check.arguments import of_arguments, of_dims, of_kinds
+from ringattn.planning import Plan
+from ringattn.sizes import groups_problem, heads_problem
+from ringattn.spec import AttentionSpec, Docs, is_traced
+
+
+def of_partials(a: Any, b: Any) -> str | None:
+    """Two partials over the same rows."""
+    for name, x in (("a", a), ("b", b)):
+        if getattr(x, "_fields", None) != ("out", "lse"):
+            return f"{name} is of type {type(x).__name__}; pass Partial(out, lse)"
+    if problem := of_kinds(*a, *b):
+        return problem
+    (out_a, lse_a), (out_b, lse_b) = ([tuple(x.shape) for x in side] for side in (a, b))
+    if out_a == out_b and out_a[:-1] == lse_a == lse_b:
+        return None
+    return (
+        f"a has out {out_a} and lse {lse_a}, b has out {out_b} and lse {lse_b}; both must have the same rows: "
+        "out [batch, tokens, heads, value_dim], lse [batch, tokens, heads]"
+    )
+
+
+def of_shapes(q: Any, k: Any, v: Any, linear: bool = False) -> str | None:
+    """q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] match; in linear attention k's heads divide those of v."""
+    if problem := of_dims(q=q, k=k, v=v):
+        return problem
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        return f"batch sizes differ: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}"
+    if k.shape[1] != v.shape[1] or (k.shape[2] != v.shape[2] and not linear):
+        return f"k has {k.shape[1]} tokens x {k.shape[2]} heads, v {v.shape[1]} x {v.shape[2]}; they must be the same"
+    if q.shape[3] != k.shape[3]:
+        return f"head dims differ: q {q.shape[3]}, k {k.shape[3]}; only v may have another"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if 0 in x.shape[2:]:
+            return f"{name} has shape {tuple(x.shape)}; heads and head dim must be at least 1"
+    return None
+
+
+def of_batch(q: Any) -> str | None:
+    return None if q.shape[0] else f"q has shape {tuple(q.shape)}; the batch must be at least 1"
+
+
+def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
+    """The heads can be spread over the ranks, and are those that the plan was made for."""
+    heads = q.shape[2], k.shape[2]
+    if plan.heads is not None and plan.heads != heads:
+        other = f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
+        return of_exchanged(q, k, plan) or other
+    if plan.head_dim not in (None, q.shape[3]):
+        return f"q has head dim {q.shape[3]}, the plan was made for head_dim={plan.head_dim}"
+    if plan.value_dim not in (None, v.shape[3]):
+        return f"v has head dim {v.shape[3]}, the plan was made for value_dim={plan.value_dim}"
+    problem = heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring)
+    if problem:
+        return of_exchanged(q, k, plan) or problem
+    return groups_problem(plan.transport.groups, heads[1], plan.ulysses)
+
+
+def of_exchanged(q: Any, k: Any, plan: Plan) -> str:
+    """The problem if heads and tokens look exchanged, as in [batch, heads, tokens, head_dim]; else empty."""
+    (tokens, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
+    lengths = plan.local_len, plan.seq_len, plan.tokens.padded_length
+    grouped = heads == kv_heads > tokens > keys and tokens % keys == 0
+    if plan.heads != (tokens, keys) and not grouped and (tokens in lengths or heads not in lengths):
+        return ""
+    return (
+        f"q has shape {tuple(q.shape)}, whose dims 1 and 2 look exchanged: expected [batch, tokens, heads, head_dim], "
+        "so pass q, k and v as x.transpose(1, 2)"
+    )
+
+
+def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:
+    """One float per query head."""
+    if tuple(sinks.shape) != (heads,) or not floating:
+        return f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; expected one per query head, ({heads},)"
+    return None
+
+
+def of_lengths(
+    q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int, int], key_docs: Docs | None = None
+) -> str | None:
+    """q and k have the right number of tokens: those of a rank, or in JAX outside of shard_map those of all ranks."""
+    for name, x, part, length in (("q", q, plan, held[0]), ("k", k, plan.keys, held[1])):
+        if x.shape[1] != length:
+            uncut = x.shape[1] == part.seq_len
+            remedy = "pass plan.shard(x)" if uncut else f"use plan.for_length(n) for another length than {part.seq_len}"
+            holder = "a rank of this plan holds" if length == part.local_len else "this plan's order has"
+            problem = f"{name} has {x.shape[1]} tokens, {holder} {length} ({part}); {remedy}"
+            return of_exchanged(q, k, plan) or problem
+    placed = spec.causal or spec.window is not None or spec.chunk is not None
+    if placed and plan.keys.seq_len != plan.seq_len and key_docs is None:
+        word = next(f"{n}={getattr(spec, n)}" for n in ("causal", "window", "chunk") if getattr(spec, n))
+        return of_exchanged(q, k, plan) or (
+            f"{word} with {plan.seq_len} queries and {plan.keys.seq_len} keys does not say which query is at "
+            "which key; for cross attention pass spec=AttentionSpec(causal=False), for later tokens of a sequence use "
+            "prefill and decode, and to align their last tokens pass "
+            f'docs=Docs.from_lengths([{plan.seq_len}]), key_docs=Docs.from_lengths([{plan.keys.seq_len}]), align="end"'
+        )
+    return None
+
+
+def of_packed(name: str, packed: Docs | None, length: int, batch: int) -> str | None:
+    """Documents, if there are any, cover `length` tokens, in one row or in one row per batch entry."""
+    if packed is None:
+        return None
+    if packed.length != length:
+        return (
+            f"{name}: document lengths add up to {packed.length}, the sequence has {length} tokens; "
+            f"if the rest is padding pass Docs.from_lengths(lengths, pad_to={length})"
+        )
+    if packed.starts.shape[0] != 1 and packed.starts.shape[0] != batch:
+        rows = f"1 row or {batch}" if batch > 1 else "1 row"
+        return f"{name} describes {packed.starts.shape[0]} rows, the batch has {batch}; give {rows}"
+    return None
+
+
+def of_docs(batch: int, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None) -> str | None:
+    """Documents cover the sequence, in one row or in one row per batch entry."""
+    if docs is None:
+        return "key_docs needs docs: document i of the queries sees document i of the keys" if key_docs else None
+    if key_docs is not None and not (docs.plain and key_docs.plain):
+        return "docs and key_docs: a prefix, spans, trees and slices are of one sequence, whose queries are its keys"
+    if spec.chunk is not None and key_docs is not None:
+        return f"chunk={spec.chunk} with key_docs: blocks of positions are those of one sequence; leave out chunk"
+    if plan.keys.seq_len != plan.seq_len and key_docs is None:
+        return f"docs with {plan.seq_len} queries and {plan.keys.seq_len} keys: also pass key_docs, the keys' documents"
+    if key_docs is not None and key_docs.starts.shape != docs.starts.shape:
+        return f"docs and key_docs must have the same number of documents: {docs} and {key_docs}"
+    return of_packed("docs", docs, plan.seq_len, batch) or of_packed("key_docs", key_docs, plan.keys.seq_len, batch)
+
+
+def of_aligned(align: Any, spec: AttentionSpec | None, docs: Any, key_docs: Any) -> str | None:
+    """Why `align` is wrong, or missing: causal documents with other numbers of queries than keys need it; else None."""
+    if align not in (None, "end"):
+        return f'align={align!r}: "end" puts the last query of a document at its last key, else leave it out'
+    if not isinstance(docs, Docs) or not isinstance(key_docs, Docs):
+        return None if align is None else f"align={align!r} is for docs with key_docs; leave it out"
+    spec, queries, keys = AttentionSpec() if spec is None else spec, docs.starts, key_docs.starts
+    placed = isinstance(spec, AttentionSpec) and (spec.causal or spec.window is not None)
+    refused = not (docs.plain and key_docs.plain) or queries.shape != keys.shape or not placed or spec.chunk is not None
+    if align is not None or refused:  # for another reason
+        return None
+    if not (is_traced(queries) or is_traced(keys)) and (np.diff(queries) == np.diff(keys)).all():
+        return None
+    return (
+        "docs and key_docs have other numbers of queries than of keys and do not say which query is at which key, as "
+        'causal and windows need; pass align="end" for the last query of a document at its last key, or '
+        "spec=AttentionSpec(causal=False)"
+    )
+
+
+def of_mask(mask: Any, spec: AttentionSpec | None, docs: Any, key_docs: Any = None) -> str | None:
+    """A mask of slices replaces documents, and all that a spec says of who sees whom."""
+    if mask is None:
+        return None
+    if problem := of_arguments(mask=mask):
+        return problem
+    names = ["docs"] * (docs is not None) + ["key_docs"] * (key_docs is not None)
+    names += [name for name in ("window", "chunk", "first") if spec is not None and getattr(spec, name, None)]
+    return f"mask says who sees whom; leave out {' and '.join(names)}" if names else None
