@@ -67,7 +67,7 @@ def test_every_document_goes_on_from_its_own_state(place, lengths, rule):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_long_documents_are_cut_and_joined(place, scan, rule):
     check(place, "head", CHUNKS, LONG, torch.float32, 2e-6, scan, **rule)
-    check(place, "channel", BESIDE_SHORT, LONG, scan=scan, **rule)
+    check(place, "channel", BESIDE_SHORT, LONG, scan=scan, deep=0.02, **rule)  # what passes a rank is still there
 
 
 @pytest.mark.parametrize("lengths", [[16] * 8, [16, 48, 16, 16, 32], [128]], ids=["short", "long", "one"])

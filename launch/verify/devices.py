@@ -54,7 +54,7 @@ def errors(case: Any, truth: Known, kernel: str) -> dict[str, float]:
 def size_of_error(found: Tensor, exact: Tensor) -> float:
     """The relative error of a result of numbers around 1; some vanish, as dq of queries that see one key."""
     norm = float(torch.nan_to_num(exact, neginf=0).norm())
-    return oracle.error(found, exact, max(norm, 1e-3 * exact.numel() ** 0.5))
+    return oracle.error(found, exact, max(norm, 0.1 * exact.numel() ** 0.5))
 
 
 def by_name(program: Program, truth: Known) -> dict[str, Tensor]:

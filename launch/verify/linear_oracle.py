@@ -105,7 +105,8 @@ def inputs(
     key_heads: int = H, states: int = B,
 ) -> dict[str, Any]:  # fmt: skip
     """Random q, k, v, log decays, states and what comes back; the same on every rank. With `beta`, by the delta rule,
-    every second k has length 1 and the others are shorter, and some betas are 0, 1 and 2.
+    every second k has length 1 and the others are shorter, and some betas are 0, 1 and 2. If `deep` is small, states
+    are forgotten as slowly.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -126,7 +127,7 @@ def inputs(
         given["k"] = torch.nn.functional.normalize(k, dim=-1) * lengths[..., None]
         for t, value in enumerate((0.0, 0.5, 1.0)):
             betas[:, t::7] = value
-        given["beta"] = 2 * betas
+        given["beta"] = 2 * min(deep, 1.0) * betas
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     in_float32 = ("state", "dend", "g", "beta")
     return {n: x if x is None else x.to(exact if n in in_float32 else dtype) for n, x in given.items()}
