@@ -92,11 +92,12 @@ def test_a_run_goes_on_from_what_was_named_until_it_has_saved_and_what_is_newer_
         made(tmp_path, step, started_at=1.0)
     (tmp_path / "step-00000003" / "state.json").write_text("torn")  # why an older one was named
     monkeypatch.setattr(trainer, "load", lambda path, *told: checkpoint.read_state(path))
-    monkeypatch.setattr(trainer, "about", lambda job: {})
+    monkeypatch.setattr(trainer, "about", lambda config, corpus: {})
 
     def goes_on(resume: str | None, started_at: float) -> int:
         config = dataclasses.replace(TINY, resume=resume)
         job = SimpleNamespace(config=config, started_at=started_at, decoder=None, optimizer=None)
+        job.samples = SimpleNamespace(corpus=None)
         trainer.resume(job, SimpleNamespace(folder=tmp_path, group=None))
         return job.step
 
