@@ -87,10 +87,10 @@ class Pieces(torch.autograd.Function):
                 out = ctx.function(*piece)
                 if i == 0:
                     refuse_others(out, asked)
-                found = torch.autograd.grad(out, asked, d, allow_unused=True)
-                for place, g in zip(places[i] if places else (), found, strict=False):
+                of_piece = torch.autograd.grad(out, asked, d, allow_unused=True)
+                for place, g in zip(places[i] if places else (), of_piece, strict=False):
                     place.copy_(g)
-                sums = [added(total, g) for total, g in zip(sums, found[len(asked) - len(weights) :], strict=True)]
+                sums = [added(total, g) for total, g in zip(sums, of_piece[len(asked) - len(weights) :], strict=True)]
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.kept = None  # frees what was kept
         of_weights = iter(x if x is None else x.to(w.dtype) for x, w in zip(sums, weights, strict=True))

@@ -72,9 +72,14 @@ def of_single_tokens(decoder: nn.Module) -> list[nn.Module]:
     """The norms and the MLPs without experts and random numbers."""
     mlps = [getattr(layer, name, None) for layer in decoder.modules() for name in NAMES]
     norms = [m for m in decoder.modules() if type(m).__name__.endswith("Norm")]
-    found = [m for m in (*mlps, *norms) if isinstance(m, nn.Module) and not hasattr(m, "experts") and width(m)]
-    drawing = [m for m in found if any(isinstance(x, nn.Dropout) and x.p for x in m.modules())]
-    return [m for m in found if m not in drawing and len(signature(m.forward).parameters) == 1]
+    return [m for m in (*mlps, *norms) if isinstance(m, nn.Module) and fits(m)]
+
+
+def fits(module: Any) -> bool:
+    """Whether it is a function of single tokens and nothing else, of a known width."""
+    draws = any(isinstance(x, nn.Dropout) and x.p for x in module.modules())
+    alone = len(signature(module.forward).parameters) == 1
+    return bool(alone and not draws and not hasattr(module, "experts") and width(module))
 
 
 def width(module: nn.Module) -> int:

@@ -51,10 +51,10 @@ def wanted(self: Any, targets: list[Tensor], plan: Plan) -> Wanted | None:
 @torch.compiler.disable
 def with_loss(self: Any, output: Any, asked: Wanted, plan: Plan, items: Any) -> Any:
     """The model's output, and first of all the loss over all ranks; of losses in the place of logits only that."""
-    spread, found = self.ringattn, output.logits
-    loss = mean_loss(found, asked, plan, spread.over, items)
+    spread, result = self.ringattn, output.logits
+    loss = mean_loss(result, asked, plan, spread.over, items)
     new = {"loss": scaled(loss, spread.ranks) if spread.averaged else loss}
-    return changed(output, **new, **({"logits": None} if found.dim() == 2 else {}))
+    return changed(output, **new, **({"logits": None} if result.dim() == 2 else {}))
 
 
 def changed(output: Any, **new: Any) -> Any:
@@ -67,21 +67,21 @@ def scaled(loss: Tensor, ranks: int) -> Tensor:
     return loss + (ranks - 1) * (loss - loss.detach())
 
 
-def mean_loss(found: Tensor, asked: Wanted, plan: Plan, over: Sequence[Any], items: Any = None) -> Tensor:
+def mean_loss(result: Tensor, asked: Wanted, plan: Plan, over: Sequence[Any], items: Any = None) -> Tensor:
     """The mean cross entropy of the targets of all ranks that count; with `items`, their sum divided by it.
 
-    `found` is the logits [B, t, V], or the cross entropy [B, t] of `asked.labels`.
+    `result` is the logits [B, t, V], or the cross entropy [B, t] of `asked.labels`.
     """
-    labels = asked.labels.to(found.device)
-    losses, counted = found, labels != IGNORED
-    if found.dim() == 3:
+    labels = asked.labels.to(result.device)
+    losses, counted = result, labels != IGNORED
+    if result.dim() == 3:
         losses = in_pieces(
-            cross_entropy, tokens_at_once(LOGITS, found.shape[-1], len(found)), found, labels, weights=()
+            cross_entropy, tokens_at_once(LOGITS, result.shape[-1], len(result)), result, labels, weights=()
         )
     if asked.others is not None:  # of a few tokens, where branches go on from them
-        others = asked.others.to(found.device)
+        others = asked.others.to(result.device)
         n, rows, at = (others != IGNORED).nonzero(as_tuple=True)
-        parting = cross_entropy(found[rows, at][None], others[n, rows, at][None])
+        parting = cross_entropy(result[rows, at][None], others[n, rows, at][None])
         losses, counted = torch.cat([losses.flatten(), parting[0]]), F.pad(counted.flatten(), (0, len(at)), value=True)
     compare_ranks(plan, "the loss of a prepared model", over)
     return mean_over_ranks(losses, counted, plan, over, items)
