@@ -38,7 +38,7 @@ def test_its_version(capsys):
 
 
 @pytest.mark.parametrize(
-    "error, said",
+    "error, output",
     [
         (
             ModuleNotFoundError("", name="matplotlib.pyplot"),
@@ -51,12 +51,12 @@ def test_its_version(capsys):
     ],
     ids=["missing", "broken"],
 )
-def test_a_package_that_cannot_be_imported_is_one_sentence(error, said, capsys, monkeypatch):
+def test_a_package_that_cannot_be_imported_is_one_sentence(error, output, capsys, monkeypatch):
     def broken(name):
         raise error
 
     monkeypatch.setattr(words, "import_module", broken)
-    assert words.main(["plot", "rows.jsonl"]) == 2 and capsys.readouterr().err == f"ringattn plot: {said}\n"
+    assert words.main(["plot", "rows.jsonl"]) == 2 and capsys.readouterr().err == f"ringattn plot: {output}\n"
 
 
 def test_the_installed_command_is_the_same():
@@ -69,9 +69,9 @@ def test_the_installed_command_is_the_same():
 @pytest.mark.parametrize("name", words.COMMANDS)
 def test_every_command_has_help(name, capsys):
     assert words.main([name, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"usage: ringattn {name}")
-    assert len(said.splitlines()) > 4
+    output = capsys.readouterr().out
+    assert output.startswith(f"usage: ringattn {name}")
+    assert len(output.splitlines()) > 4
 
 
 @pytest.mark.parametrize("suite", bench.SUITES)
@@ -82,7 +82,7 @@ def test_every_benchmark_has_help(suite, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, output",
     [
         (["plann"], "no command 'plann'; did you mean 'plan'?"),
         (["plan", "seqlen=8"], "no option 'seqlen'; did you mean 'seq_len'?"),
@@ -135,10 +135,10 @@ def test_every_benchmark_has_help(suite, capsys):
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_a_wrong_word_is_one_sentence(argv, said, capsys):
+def test_a_wrong_word_is_one_sentence(argv, output, capsys):
     assert words.main(argv) == 2
     printed = capsys.readouterr()
-    assert said in printed.err
+    assert output in printed.err
     assert not printed.out
 
 
@@ -175,14 +175,14 @@ def test_a_benchmark_runs_a_gpus_sizes_on_a_cpu_if_they_are_given(monkeypatch):
 
 def test_plan_says_what_was_chosen_and_who_works_when(capsys):
     assert words.main(["plan", "seq_len=8192", "heads=8,2", "ring=4", "device=cpu", "layout=contiguous"]) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines()[1].startswith("8192 tokens over ring=4 x ulysses=1: strategy ring, layout contiguous")
-    assert "kernel auto -> " in said and "threads" not in said
-    assert "175%" in said  # the last rank's share of the mean work
+    output = capsys.readouterr().out
+    assert output.splitlines()[1].startswith("8192 tokens over ring=4 x ulysses=1: strategy ring, layout contiguous")
+    assert "kernel auto -> " in output and "threads" not in output
+    assert "175%" in output  # the last rank's share of the mean work
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, output",
     [
         ([], "straight from their owners, over symmetric memory; in backward 25.2 MB a block"),
         (["transport=group"], "over nccl; in backward"),
@@ -198,9 +198,9 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
     ],
     ids=" ".join,
 )
-def test_plan_shows_what_is_asked_for(argv, said, capsys):
+def test_plan_shows_what_is_asked_for(argv, output, capsys):
     assert words.main(["plan", "seq_len=8192", "ring=4", "layout=zigzag", *argv]) == 0
-    assert said in capsys.readouterr().out
+    assert output in capsys.readouterr().out
 
 
 def test_plan_counts_the_steps_that_nobody_needs(capsys):
@@ -215,8 +215,8 @@ def test_plan_counts_what_512_ranks_do_in_seconds(capsys):
     start = time.perf_counter()
     assert words.main(["plan", "ring=512", "strategy=ring", "docs=60000,70000"]) == 0
     assert time.perf_counter() - start < 20  # two minutes where each pair of ranks is counted by itself
-    said = capsys.readouterr().out
-    assert "least    mean    most" in said and max(map(len, said.splitlines()[2:])) < 200
+    output = capsys.readouterr().out
+    assert "least    mean    most" in output and max(map(len, output.splitlines()[2:])) < 200
 
 
 def test_plan_picks_the_layout_that_suits_the_documents(capsys):
@@ -226,24 +226,24 @@ def test_plan_picks_the_layout_that_suits_the_documents(capsys):
 
 def test_plan_draws_who_holds_documents_of_a_mix(capsys):
     assert words.main(["plan", "seq_len=65536", "ring=8", "device=cpu", "docs=lognormal:1024:1.4"]) == 0
-    said = capsys.readouterr().out
-    assert "balanced ring of 8" in said.splitlines()[0]
-    rows = [line for line in said.split("who holds what")[1].splitlines() if line.startswith("  rank")]
+    output = capsys.readouterr().out
+    assert "balanced ring of 8" in output.splitlines()[0]
+    rows = [line for line in output.split("who holds what")[1].splitlines() if line.startswith("  rank")]
     assert len(rows) == 8 and all(0.98 <= float(row.split()[2]) <= 1.02 for row in rows)
     assert all(sum(char in ".:#" for char in row[28:]) <= 40 for row in rows)  # a few ranges each
 
 
 def test_plan_factors_a_sequence_axis(capsys):
     assert words.main(["plan", "seq_len=131072", "heads=32,8", "sequence=8", "device=cpu"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"  {way} " in said for way in ("ring 8", "ring 4 x 2", "ring 2 x 4", "ulysses 8"))
+    output = capsys.readouterr().out
+    assert all(f"  {way} " in output for way in ("ring 8", "ring 4 x 2", "ring 2 x 4", "ulysses 8"))
 
 
 def test_verify_passes_on_threads(capsys):
     assert words.main(["verify", "ranks=2", "cases=docs_rows,cross"]) == 0
-    said = capsys.readouterr().out
-    assert "FAIL" not in said
-    assert "39 of 39 cases pass" in said  # 5 features x (6 on the ring + Ulysses), two of them also balanced
+    output = capsys.readouterr().out
+    assert "FAIL" not in output
+    assert "39 of 39 cases pass" in output  # 5 features x (6 on the ring + Ulysses), two of them also balanced
 
 
 def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
@@ -272,15 +272,15 @@ def test_one_wrong_element_fails_where_the_norm_is_small(capsys, monkeypatch):
     exact = oracle.run
     monkeypatch.setattr(oracle, "run", off)
     assert words.main(["verify", "ranks=2", "cases=even"]) == 1
-    said = capsys.readouterr().out
-    assert "element is off by" in said and "dq is off by" not in said
+    output = capsys.readouterr().out
+    assert "element is off by" in output and "dq is off by" not in output
 
 
 def test_random_calls_pass(capsys):
     assert words.main(["verify", "random=6", "seed=1029"]) == 0
-    said = capsys.readouterr().out
-    assert "6 of 6 random calls pass" in said
-    assert {line.split()[0] for line in said.splitlines() if line.endswith("  pass")} == {
+    output = capsys.readouterr().out
+    assert "6 of 6 random calls pass" in output
+    assert {line.split()[0] for line in output.splitlines() if line.endswith("  pass")} == {
         "attention",
         "cache",
         "linear",
@@ -327,9 +327,9 @@ def test_only_a_kernel_that_is_named_may_refuse_and_not_everything(kernel, layou
     monkeypatch.setattr(oracle, "run", fussy)
     assert words.main(["verify", "ranks=2", "cases=short", f"kernel={kernel}"]) == status
     refused = 2 if layouts else 9
-    said = capsys.readouterr().out
-    assert f"refused in {refused} cases: not on a Friday" in said
-    assert f"{9 - refused} of 9 cases pass" in said
+    output = capsys.readouterr().out
+    assert f"refused in {refused} cases: not on a Friday" in output
+    assert f"{9 - refused} of 9 cases pass" in output
 
 
 def test_verify_passes_on_gloo_processes(capsys):
@@ -345,26 +345,26 @@ def test_verify_runs_in_the_ranks_of_torchrun(tmp_path):
 
 def test_doctor_finds_this_machine_sound(capsys):
     assert words.main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "ok    torch" in said
-    assert "2 processes compute one attention together" in said
-    assert "everything that is needed works" in said
+    output = capsys.readouterr().out
+    assert "ok    torch" in output
+    assert "2 processes compute one attention together" in output
+    assert "everything that is needed works" in output
 
 
 def test_doctor_ends_ranks_that_do_not_answer_and_names_a_remedy(capsys):
     assert words.main(["doctor", "timeout=0.01"]) == 1
-    said = capsys.readouterr().out
-    assert "bad   gloo" in said
-    assert "-> " in said and "GLOO_SOCKET_IFNAME" in said
-    assert said.rstrip().endswith("broken: gloo")
+    output = capsys.readouterr().out
+    assert "bad   gloo" in output
+    assert "-> " in output and "GLOO_SOCKET_IFNAME" in output
+    assert output.rstrip().endswith("broken: gloo")
 
 
 def test_doctor_stops_at_a_torch_that_is_too_old(capsys, monkeypatch):
     monkeypatch.setitem(doctor.OLDEST, "torch", (99, 0))
     assert words.main(["doctor"]) == 1
-    said = capsys.readouterr().out
-    assert "is too old" in said and "pip install 'torch>=99.0'" in said
-    assert "gloo" not in said
+    output = capsys.readouterr().out
+    assert "is too old" in output and "pip install 'torch>=99.0'" in output
+    assert "gloo" not in output
 
 
 def test_doctor_survives_a_check_that_breaks():
@@ -476,8 +476,8 @@ def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_measured(a
     monkeypatch.setattr(import_module("ringattn.launch.bench.traffic"), "run", lambda options: pytest.fail("measured"))
     assert words.main([word.format(tmp_path) for word in argv]) == 2
     where = f"out={tmp_path}/none/a"
-    said = capsys.readouterr().err
-    assert f"did you mean {tmp_path}/run/metrics.jsonl?" in said or (where in said and "No such file" in said)
+    output = capsys.readouterr().err
+    assert f"did you mean {tmp_path}/run/metrics.jsonl?" in output or (where in output and "No such file" in output)
 
 
 def test_a_file_is_tried_and_left_as_it_was(tmp_path):
@@ -519,7 +519,7 @@ def test_plot_parts_replays_from_calls_and_not_rows_of_before_a_key_was_there():
 
 
 @pytest.mark.parametrize(
-    "lines, said",
+    "lines, output",
     [
         ([], "has no lines"),
         (['{"ms": 1}', "{ms"], "line 2 is not JSON"),
@@ -531,7 +531,7 @@ def test_plot_parts_replays_from_calls_and_not_rows_of_before_a_key_was_there():
         (["\udc80"], "rows.jsonl is no text (invalid start byte at byte 0); give a file of lines"),
     ],
 )
-def test_plot_says_what_is_wrong_with_a_file(lines, said, tmp_path, capsys):
+def test_plot_says_what_is_wrong_with_a_file(lines, output, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert words.main(["plot", written(tmp_path / "rows.jsonl", lines)]) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_without_arguments_the_configuration_is_the_schema():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["strategy.rnig=2"], "no key 'strategy.rnig'; did you mean 'strategy.ring'?"),
         (["+sp.rnig=4"], "no key 'sp.rnig'; did you mean 'strategy.ring'?"),
@@ -102,14 +102,14 @@ def test_without_arguments_the_configuration_is_the_schema():
         (["+model@hydra.callbacks.x=tiny"], "Hydra's own settings cannot be changed here"),
     ],
 )
-def test_an_impossible_setting_is_an_error_of_one_sentence(words, said, capsys):
+def test_an_impossible_setting_is_an_error_of_one_sentence(words, message, capsys):
     assert configured.run(words, lambda config, swept: 0) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("optimizer: {lrr: 3}", "experiment/mine.yaml: no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
         ("seqlen: 3", "experiment/mine.yaml: no key 'seqlen'; did you mean 'seq_len'?"),
@@ -128,13 +128,13 @@ def test_an_impossible_setting_is_an_error_of_one_sentence(words, said, capsys):
         ("hydra: {job: {env_copy: [NOWHERE_AT_ALL]}}", "hydra.job.env_copy: Hydra's own settings"),
     ],
 )
-def test_a_wrong_setting_in_your_own_file_is_an_error_of_one_sentence(text, said, tmp_path, capsys):
+def test_a_wrong_setting_in_your_own_file_is_an_error_of_one_sentence(text, message, tmp_path, capsys):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
     words = ["--config-dir", str(tmp_path)]
     assert configured.run([*words, "experiment=mine"], lambda config, swept: 0) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and os.environ["HOME"] not in error
+    assert message in error and error.count("\n") == 1 and os.environ["HOME"] not in error
     assert configured.run([*words, "experiment=min"], lambda config, swept: 0) == 2
     assert capsys.readouterr().err.endswith("choose one of h200_long, million, mine, smoke; did you mean 'mine'?\n")
     (tmp_path / "experiment" / "mine.yaml").write_text("# in the wrong place\nseq_len: 3\n")
@@ -192,8 +192,8 @@ def test_the_result_is_printed_and_nothing_runs(capsys):
 
 
 def test_as_many_ranks_start_as_the_strategy_says():
-    def ranks(**said):
-        return train.resolved(Train(device="cpu", strategy=Strategy(**said)), None).nproc
+    def ranks(**message):
+        return train.resolved(Train(device="cpu", strategy=Strategy(**message)), None).nproc
 
     assert [ranks(), ranks(ulysses=3), ranks(ring=1, ulysses=3), ranks(ring=1)] == [2, 6, 3, 1]
     assert [ranks(ring=1, ulysses=None), ranks(data=3, ulysses=None)] == [2, 6]
@@ -208,16 +208,16 @@ def test_ulysses_takes_all_ranks(words, size):
 
 
 @pytest.mark.parametrize(
-    ("choices", "said"),
+    ("choices", "message"),
     [
         ({"nproc": 1, "resume": "nowhere"}, "nowhere is not a complete checkpoint"),
         ({"nproc": 2, "machine": "h10"}, "no such description or file; did you mean 'h100'?"),
         ({"nproc": 2, "machine": "h100"}, "it describes cuda, and device=cpu"),
     ],
 )
-def test_a_dry_run_refuses_what_a_run_would(choices, said, capsys):
+def test_a_dry_run_refuses_what_a_run_would(choices, message, capsys):
     assert train.here(Train(device="cpu", dry_run=True, seq_len=64, data=FILES, **choices)) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, capsys, monkeypatch):
@@ -308,8 +308,8 @@ def test_every_command_has_keys_to_complete():
 def test_bash_completes(tmp_path):
     script = subprocess.run([sys.executable, "-m", "ringattn", "train", "--completion"], **RUN).stdout
     asked = "COMP_LINE='ringattn plan se'; COMP_POINT=${#COMP_LINE}; _ringattn; echo ${COMPREPLY[@]}"
-    said = subprocess.run(["bash", "-c", f"{script}\n{asked}"], **RUN)
-    assert said.stdout == "seq_len= sequence=\n", said.stderr
+    message = subprocess.run(["bash", "-c", f"{script}\n{asked}"], **RUN)
+    assert message.stdout == "seq_len= sequence=\n", message.stderr
 
 
 @pytest.mark.parametrize(("error", "kind"), [("UsageError", ValueError), ("CommError", OSError)])

@@ -58,15 +58,17 @@ def test_a_file_of_tokens(tmp_path):
     assert data.unigram_entropy(corpus) == pytest.approx(np.log(992), abs=1e-6)  # 16 pieces of 62 tokens
 
 
-@pytest.mark.parametrize("bad, said", [(-1, "holds token -1; tokens are 0 or above"), (500, r"use model\.vocab=501")])
+@pytest.mark.parametrize(
+    "bad, message", [(-1, "holds token -1; tokens are 0 or above"), (500, r"use model\.vocab=501")]
+)
 @pytest.mark.parametrize("part", [0, 2])
-def test_a_token_outside_of_the_vocabulary_is_an_error_wherever_it_is(bad, said, part, tmp_path):
+def test_a_token_outside_of_the_vocabulary_is_an_error_wherever_it_is(bad, message, part, tmp_path):
     tokens = np.arange(500, dtype=np.int32)
     tokens[[0, 0, -1][part]] = bad
     tokens.tofile(tmp_path / "tokens")
     corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="int32"), 500)
     found = [data.extremes(corpus, 500, i, 3, size=7) for i in range(3)]
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         data.check_vocabulary(*found[part], 500)
     for i in {0, 1, 2} - {part}:
         data.check_vocabulary(*found[i], 500)

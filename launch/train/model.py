@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-import ringattn.torch.attention.compiled
-import ringattn.torch.linear.compiled  # noqa: F401 (their ops are named below)
 from ringattn.conf.schema import Model
 from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
 from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
+from ringattn.models.recompute import keep_attention
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
+# Kept beside attention if only pointwise work is recomputed: what travelled, and matrix products.
+PRODUCTS = torch.ops.ringattn.tokens_before.default, torch.ops.aten.mm.default
 AT_ONCE = 2**30  # the most numbers of a gate at a time, if memory matters most
 
 
@@ -56,7 +57,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, plan: Plan | None, positions: Tensor | None, docs: Docs | None = None) -> Tensor:
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.apply_to(x, plan, positions, docs)
-        again: Any = {} if self.recompute == "block" else {"context_fn": partial(keep, self.recompute)}
+        more = PRODUCTS if self.recompute == "pointwise" else ()
+        again: Any = {} if self.recompute == "block" else {"context_fn": partial(keep_attention, *more)}
         return checkpoint(self.apply_to, x, plan, positions, docs, use_reentrant=False, **again)
 
     def apply_to(self, x: Tensor, plan: Plan | None, positions: Tensor | None, docs: Docs | None) -> Tensor:
@@ -75,20 +77,6 @@ def linear_attention(model: Model) -> nn.Module:
     layers: dict[str, Any] = {"gated": GatedLinearAttention, "delta": GatedDeltaNet, "kimi": KimiDeltaAttention}
     sizes: Any = {"key_dim": max(1, value_dim // 2), "value_dim": value_dim, "convolution": model.convolution}
     return layers[model.rule](model.dim, model.heads, **sizes)
-
-
-def keep(recompute: str) -> Any:
-    """The ops of a block whose results are kept: attention, whose work grows with the square of the length; and every
-    exchange and matrix product if only pointwise work is recomputed."""
-    ours = torch.ops.ringattn
-    kept = {ours.attention.default, ours.linear_attention.default}
-    if recompute == "pointwise":
-        kept |= {ours.tokens_before.default, torch.ops.aten.mm.default}
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 class Head(nn.Linear):

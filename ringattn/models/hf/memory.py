@@ -1,4 +1,4 @@
-"""Less memory for long sequences of transformers' models: what is of single tokens in pieces, and attention kept.
+"""Less memory for long sequences of transformers' models: what is of single tokens is computed in pieces.
 
 A long sequence's largest tensors are not those of attention: an MLP has several numbers for each of a token's, a norm
 computes in float32, and a token's logits are as many as there are words. All are of single tokens, so they can be
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ringattn.models.hf.targets import Wanted, cross_entropy
 from ringattn.models.pieces import LOGITS, tokens_at_once
@@ -41,23 +40,6 @@ def in_pieces(model: Any) -> Any:
         replace(module, by_pieces)
     replace(head, losses_or_logits)
     return model
-
-
-def keep_attention() -> Any:
-    """The `context_fn` of torch's checkpoint with which backward recomputes everything but attention.
-
-    Attention's work grows with the square of the length, and what is kept of it is as large as a layer's input.
-    """
-    import ringattn.torch.attention.compiled
-    import ringattn.torch.linear.compiled  # noqa: F401 (their ops are named below)
-
-    ours = torch.ops.ringattn
-    kept = ours.attention.default, ours.linear_attention.default
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 def replace(module: Any, forward: Any) -> None:
