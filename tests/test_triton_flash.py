@@ -151,7 +151,7 @@ def check(case: Case, table: dict[str, Tiles] | None) -> None:
         assert x.dtype == torch.float32
         assert distance(x, truth, floor) <= most * 2, (name, distance(x, truth, floor))
     if case.mask in ("causal", "late") or ON_GPU:
-        by_out = attend_backward(q, k, v, where, dout, lse.float(), None, out=out.to(q.dtype), **options)
+        by_out = backward(q, k, v, where, dout, lse.float(), None, out=out.to(q.dtype), **options)
         assert all(torch.equal(a, b) for a, b in zip(by_out, found_grads, strict=True)), "delta computed on the way"
 
 

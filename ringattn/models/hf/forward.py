@@ -65,10 +65,8 @@ def forward(
     kept = few(self, logits_to_keep, plan, following, given)
     asked = wanted(self, one_row_of(one_row, targets_of(labels, shift_labels, attention_mask, docs)), plan)
     with hf_vision.cutting(self, later), hf_memory.losses_of(self, asked):
-        output = self.local_forward(**given)
-    if hf_memory.changes_losses(
-        self, output.get("logits")
-    ):  # the model changes what its head gives: once more, with logits
+        output = hf_memory.with_losses(self, self.local_forward(**given))
+    if output is None:  # the model changes what its head gives: once more, with logits
         with hf_vision.cutting(self, later):
             output = self.local_forward(**given)
     guard(self, output)

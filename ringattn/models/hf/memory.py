@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.models.hf.targets import Wanted, cross_entropy
+from ringattn.models.hf.targets import Wanted, changed, cross_entropy
 from ringattn.models.pieces import LOGITS, tokens_at_once
 from ringattn.models.pieces import in_pieces as applied
 
@@ -121,11 +121,29 @@ def losses_of(model: Any, asked: Wanted | None) -> Iterator[None]:
         del head["ringattn_labels"]
 
 
-def changes_losses(model: Any, logits: Tensor) -> bool:
-    """Whether the model changed the losses that its head gave in the place of logits; it gives logits from then on."""
+def with_losses(model: Any, output: Any) -> Any:
+    """The output, its losses as the head gave them; None if the model changed them: it gives logits from then on.
+
+    A wrapper of the head may have cast them (FSDP2 with an output dtype), which is checked once.
+    """
     head = vars(model.get_output_embeddings() or model)
-    made = head.pop("ringattn_losses", None)
-    if made is None or (logits.data_ptr() == made.data_ptr() and logits.shape == made.shape):
-        return False
-    head["ringattn_changes"] = True
-    return True
+    made, given = head.pop("ringattn_losses", None), output.get("logits")
+    if made is None or (given.data_ptr() == made.data_ptr() and given.shape == made.shape):
+        return output
+    if "ringattn_cast" not in head:
+        same = given.shape == made.shape and torch.equal(given, made.to(given.dtype))
+        head["ringattn_cast" if same else "ringattn_changes"] = True
+    return changed(output, logits=BeforeCast.apply(given, made)) if "ringattn_cast" in head else None
+
+
+class BeforeCast(torch.autograd.Function):
+    """What was cast, as it was before. The cast gets zeros in backward, so that hooks on it run: FSDP2's gather."""
+
+    @staticmethod
+    def forward(ctx: Any, cast: Tensor, made: Tensor) -> Tensor:
+        ctx.dtype = cast.dtype
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        return torch.zeros_like(dout, dtype=ctx.dtype), dout
