@@ -9,6 +9,7 @@ and the same tokens in every step:
     ringattn     accelerate, with hf.over_ranks
     in_pieces    the same, and hf.in_pieces: MLPs and loss in pieces
     attention    the same, and recomputation that keeps attention (hf.keep_attention)
+    by_hand      accelerate, ra.attention called from the model and ra.local_batch: what hf.prepare adds to it
     accelerate   its own context parallelism (torch's)
     ringmaster   axolotl-ringmaster with accelerate, if it is installed
     single       plain transformers on one GPU, where it fits: the losses that are right
@@ -35,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
+import ringattn as ra
 from ringattn import hf
 from ringattn.launch.bench import stamp, table
 from ringattn.launch.processes import RankError, run
@@ -42,8 +44,8 @@ from ringattn.launch.rows import read
 from ringattn.launch.words import answer, option, usage, values
 from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 
-WAYS = ("ringattn", "in_pieces", "attention", "accelerate", "ringmaster", "single")
-RIVALS = WAYS[3:]
+WAYS = ("ringattn", "in_pieces", "attention", "by_hand", "accelerate", "ringmaster", "single")
+RIVALS = WAYS[4:]
 COLUMNS = [
     "model",
     "tokens",
@@ -140,11 +142,13 @@ def measured(way: str, name: str, tokens: int, layers: int, loss_by: str, option
     """Seconds of a step, the peak memory of this rank, and the losses of all steps."""
     free()
     device, on_gpu = torch.device(options.device), options.device == "cuda"
-    losses: list[float] = []
+    losses: list[Any] = []
     model = random_weights(name, tokens, layers, device, options.device == "cpu")
     if loss_by == "pieces":
         model.loss_function = loss_in_pieces
-    model.register_forward_hook(lambda module, args, found: losses.append(found.loss.detach().float()))  # not rounded
+    model.register_forward_hook(  # not rounded
+        lambda module, args, found: losses.append(found.loss if found.loss is None else found.loss.detach())
+    )
     step = STEPS[way](model, device)
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
     times = []
@@ -153,11 +157,12 @@ def measured(way: str, name: str, tokens: int, layers: int, loss_by: str, option
             torch.cuda.reset_peak_memory_stats()  # without what made and sharded the model
         dist.barrier()
         start = time.perf_counter()
-        step(ids)
+        if (loss := step(ids)) is not None:
+            losses[-1] = loss.detach()
         if on_gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    found = torch.stack(losses)
+    found = torch.stack([loss.float() for loss in losses])
     if way in ("accelerate", "ringmaster"):  # of each rank's tokens
         dist.all_reduce(found)
         found /= dist.get_world_size()
@@ -255,6 +260,37 @@ def keeping_attention(model: Any, device: torch.device) -> Any:
     return by_ringattn(hf.in_pieces(model), device, recompute=False)
 
 
+def by_hand(model: Any, device: torch.device) -> Any:
+    from transformers import AttentionInterface
+
+    accelerator, call, optimizer = accelerated(model, lambda accelerator: None)
+    config, mesh = model.config, ra.init_mesh(sequence=dist.get_world_size(), device_type=device.type)
+    plans, spec = {}, ra.AttentionSpec(causal=True)
+
+    def plan(tokens: int) -> Any:
+        if tokens not in plans:
+            heads = config.num_attention_heads, config.num_key_value_heads
+            plans[tokens] = ra.plan(mesh, seq_len=tokens, heads=heads, head_dim=config.head_dim, spec=spec)
+        return plans[tokens]
+
+    def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **others: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return ra.attention(q, k, v, plan(q.shape[1] * dist.get_world_size()), spec=spec), None
+
+    AttentionInterface.register("by_hand", attend)
+    model.set_attn_implementation("by_hand")
+
+    def step(ids: Any) -> Any:
+        batch = ra.local_batch(ids, plan(ids.shape[1]))
+        loss = batch.loss(call(input_ids=batch.tokens, position_ids=batch.positions[None]).logits)
+        accelerator.backward(loss * dist.get_world_size())  # FSDP2 averages the gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def shifted(ids: Any) -> dict[str, Any]:
     """As transformers' Trainer makes a batch for context parallelism."""
     after = F.pad(ids[:, 1:], (0, 1), value=-100)
@@ -317,7 +353,9 @@ def alone(model: Any, device: torch.device) -> Any:
     return step
 
 
-STEPS = dict(zip(WAYS, (by_ringattn, by_pieces, keeping_attention, by_accelerate, by_ringmaster, alone), strict=True))
+STEPS = dict(
+    zip(WAYS, (by_ringattn, by_pieces, keeping_attention, by_hand, by_accelerate, by_ringmaster, alone), strict=True)
+)
 
 
 def whole_models(rows: list[dict[str, Any]]) -> Iterator[str]:
