@@ -4,13 +4,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ringattn import kernels
-from ringattn.cost import Shape, kv_heads_of_a_rank
+from ringattn.cost import Shape
 from ringattn.explain import Option
 from ringattn.kernels.rates import key_of
 from ringattn.machine import ITEMS, Machine
+from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.predict import Rates, predict
-from ringattn.recipe import kind_of
+from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.transport import Transport
 
@@ -204,17 +205,6 @@ def problem_of(
 ) -> kernels.Problem:
     """The problem of one rank, as far as a plan knows it."""
     whole = spec.window is None and spec.chunk is None and docs is None  # stripes may still make too many rectangles
-    return kernels.Problem(
-        device=plan.device,
-        dtype=dtype,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        heads=shape.heads // plan.ulysses,
-        kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
-        softcap=spec.softcap is not None,
-        rectangles=whole,
-        mask=kind_of(spec, (shape.seq_len, shape.key_len), docs, None, alone=plan.ring == 1),
-        arch=(arch[0], arch[1]) if arch else None,
-        deterministic=plan.deterministic,
-        rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
-    )
+    gpu = (arch[0], arch[1]) if arch else None
+    mask = Mask(plan, spec, docs)
+    return Recipe(mask, shape, plan.device, dtype, gpu, deterministic=plan.deterministic).problem(whole)
