@@ -150,8 +150,7 @@ def errors(case: Case, options: Options) -> list[Row]:
         off = contest.errors(results, {n: truth[n] for n in GRADIENTS})
         return [{"error_lse": (lse - truth["lse"]).abs().max().item(), **off}]
 
-    ours = {kernel.name for kernel in kernels.TABLE}
-    measured = contest.side_by_side([name for name in options.impls or () if name in ours], rows)
+    measured = contest.side_by_side([name for name in options.impls or () if name in kernels.BY_NAME], rows)
     return contest.with_error_ratios(measured, "cudnn", "over_cudnn", GRADIENTS)
 
 

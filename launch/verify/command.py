@@ -201,42 +201,28 @@ def everyone(options: Options, started: bool) -> list[Sequence[dict[str, Any]]]:
     if started:
         by_rank = messages.gather(one_process(options))
     elif options.backend in ("threads", "jax"):
-        one = threads if options.backend == "threads" else on_devices
-        return [one(options, case) for case in chosen(options)]
+        return [here(options, case) for case in chosen(options)]
     else:
         by_rank = processes.run(one_process, options.count, options, backend=options.backend, timeout=options.timeout)
     return list(zip(*by_rank, strict=True))
 
 
-def threads(options: Options, case: AnyCase) -> list[dict[str, Any]]:
-    """One case with all ranks in this process, on one device."""
+def here(options: Options, case: AnyCase) -> list[dict[str, Any]]:
+    """One case in this process: all ranks on one device, or JAX's devices, whose results are whole."""
 
-    def one(mesh: Any) -> dict[str, Any]:
+    def one_rank(mesh: Any) -> dict[str, Any]:
         mesh.device_type = options.device
         return one_case(options, case, mesh)
 
-    KINDS[type(case)].known(case, options.precision)  # once, before every thread wants it
     try:
-        return local.run(one, ring=case.ring, ulysses=case.ulysses)
+        truth = KINDS[type(case)].known(case, options.precision)  # once, before every thread wants it
+        if options.backend == "threads":
+            return local.run(one_rank, ring=case.ring, ulysses=case.ulysses)
+        from ringattn.launch.verify import devices
+
+        return [{"errors": devices.errors(case, truth, options.kernel), "share": None}]
     except Exception as error:
         if options.random:  # the next calls may be right, and this one is to be repeated
-            return [{"broken": f"{type(error).__name__}: {error}"}]
-        raise
-
-
-def on_devices(options: Options, case: AnyCase) -> list[dict[str, Any]]:
-    """One case on JAX arrays; its results are whole."""
-    from ringattn.launch.verify import devices
-
-    try:
-        return [
-            {
-                "errors": devices.errors(case, KINDS[type(case)].known(case, options.precision), options.kernel),
-                "share": None,
-            }
-        ]
-    except Exception as error:
-        if options.random:
             return [{"broken": f"{type(error).__name__}: {error}"}]
         raise
 

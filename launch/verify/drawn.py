@@ -341,12 +341,12 @@ def check(call: Call, mesh: Any, given: dict[str, Any], truth: Known, kernel: st
     if isinstance(case, linear_oracle.Case):
         docs = linear_oracle.docs_of(case.lengths, case.seq_len)
         how = {"layout": case.layout, "scan": case.strategy, "kernel": call.kernel}
-        found, share, plan = linear_oracle.run(mesh, given, docs, **how)
-        errors = {}
-        for name, x in found.items():
-            want = [t.to(x.device) for t in (exact[name], allowed[name])]
-            errors[name] = rounding.over(x, *(want if name == "end" else (oracle.local(t, plan, 0.0) for t in want)))
-        return errors, share
+        results, share, plan = linear_oracle.run(mesh, given, docs, **how)
+        limits = (exact, allowed)
+        return {
+            name: rounding.over(x, *(linear_oracle.own_part(name, of[name].to(x.device), plan) for of in limits))
+            for name, x in results.items()
+        }, share
     if call.steps:
         return {"out": story(call, case, mesh, given, exact, allowed)}, None
     found = oracle.run(case, mesh, given, call.kernel, **call.choices)
