@@ -1,5 +1,6 @@
 """The candidates of a plan: every legal strategy, split, layout and route, with its kernel and what it takes."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -80,9 +81,15 @@ def compared(asked: Asked) -> tuple[Option, ...]:
 def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[str, Rates]:
     """The kernel that would run for a problem, forward and backward, and its rates on the machine."""
     names = [chosen(problem, plan, backward) for backward in (False, True)]
-    rates = [rate_of(name, problem, machine, backward) for backward, name in zip((False, True), names, strict=True)]
+
+    def rates(mask: str) -> tuple[float, float]:
+        each = replace(problem, mask=mask)
+        forward, backward = (rate_of(name, each, machine, i > 0) for i, name in enumerate(names))
+        return forward, backward
+
     narrow = names[1] in kernels.BY_NAME and kernels.BY_NAME[names[1]].narrow
-    return names[0], Rates(rates[0], rates[1], narrow, names[1])
+    by_keys = None if problem.rectangles or problem.mask == "packed" else (rates("short"), rates("long"))
+    return names[0], Rates(*rates(problem.mask), narrow, names[1], by_keys)
 
 
 def chosen(problem: kernels.Problem, plan: Plan, backward: bool) -> str:

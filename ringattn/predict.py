@@ -10,7 +10,7 @@ Plain numpy: milliseconds for a thousand ranks, the same on every rank. Of a lar
 """
 
 from functools import lru_cache
-from math import gcd
+from math import gcd, log
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from ringattn.spec import AttentionSpec, Docs
 EXACT, SOME = 64, 12  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
 MEASURED = 2**20  # queries x heads of the calls whose rates are measured
 BACKWARD = 2.5  # times the flops of forward
+KEYS = 602, 4096  # a query: of the mask by which rates with few keys are measured, and of windows that lose nothing
 
 
 class Course(NamedTuple):
@@ -78,6 +79,17 @@ class Rates(NamedTuple):
     backward: float
     narrow: bool = False
     kernel: str = ""
+    by_keys: tuple[tuple[float, float], tuple[float, float]] | None = (
+        None  # the same with few and with many keys a query
+    )
+
+    def of(self, back: bool, spec: AttentionSpec, keys: float) -> float:
+        """That of queries which see so many keys; with a window between the rates of few and of many."""
+        if self.by_keys is None or spec.window is None:
+            return (self.forward, self.backward)[back]
+        few, many = (each[back] for each in self.by_keys)
+        share = log(max(keys, 1) / KEYS[0]) / log(KEYS[1] / KEYS[0])
+        return few + min(1.0, max(0.0, share)) * (many - few)
 
 
 class Spread(NamedTuple):
@@ -212,10 +224,11 @@ def predict(
     one = plan.tokens.by_document
     steps = course(spread, 1 if one else min(room, plan.ring))
     back = steps if one or min(less, plan.ring) == min(room, plan.ring) else course(spread, less)
-    forward = one_pass(plan, shape, steps, machine, rates.forward, shape.flops_a_pair, out, False)
-    flops = BACKWARD * shape.flops_a_pair
-    backward = one_pass(plan, shape, back, machine, rates.backward, flops, out * (1 + grads), True)
     whole = steps.pairs.sum(1)
+    rate = [rates.of(backward, spec, whole.mean() / plan.tokens.shard_len) for backward in (False, True)]
+    forward = one_pass(plan, shape, steps, machine, rate[0], shape.flops_a_pair, out, False)
+    flops = BACKWARD * shape.flops_a_pair
+    backward = one_pass(plan, shape, back, machine, rate[1], flops, out * (1 + grads), True)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))
     return Cost(forward, backward, memory(plan, shape, back, grads, rates.kernel), imbalance)
 

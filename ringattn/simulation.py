@@ -153,9 +153,8 @@ def play(
     for back in (False, True)[: 1 + backward]:
         slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
         flops = shape.flops_a_pair * (BACKWARD if back else 1.0) / ulysses
-        work = steps.pairs * (slower * flops / (rates.forward, rates.backward)[back]) + machine.launch[back] * (
-            steps.pairs > 0
-        )
+        rate = rates.of(back, spec, steps.pairs.sum(1).mean() / plan.tokens.shard_len)
+        work = steps.pairs * (slower * flops / rate) + machine.launch[back] * (steps.pairs > 0)
         nbytes = token * (1 + grads * back)
         at = exchange(world, *swap, at) if ulysses > 1 else at
         if plan.strategy == "gather":

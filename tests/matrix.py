@@ -31,13 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import hf
+from ringattn import hf, kernels
 from ringattn.compat import ring_flash_attn as compat
 from ringattn.models.hf import memory
 from ringattn.models.nn import Attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE, STEPS = os.environ.get("MATRIX_DEVICE", "cpu"), int(os.environ.get("MATRIX_STEPS", "1"))
+if os.environ.get("MATRIX_LIBRARIES"):
+    kernels.LONG = 0
 S = 8 if DEVICE == "cuda" else 1  # GPU kernels have larger heads
 T, C, D, V, IGNORED = 32 * S, 32 * S, 8 * S, 64, -100
 LENGTHS = [12 * S, 20 * S]  # of packed documents, and of padded rows: multiples of what zigzag cuts them into
@@ -615,8 +617,11 @@ FIFTY = [
 TENSOR_PARALLEL = Cell("prepare", "FSDP2 x TP", "mixed bf16", "kept", "packed")
 
 
-def check(cells: list[Cell], tensor_parallel: bool = False, device: str = "cpu") -> str:
-    """The table, made in processes that DistributedDataParallel survives; an AssertionError about what is wrong."""
+def check(cells: list[Cell], tensor_parallel: bool = False, device: str = "cpu", libraries: bool = False) -> str:
+    """The table, made in processes that DistributedDataParallel survives; an AssertionError about what is wrong.
+
+    With `libraries`, kernels of libraries serve short sequences, too, as they do long ones.
+    """
     script = f"import matrix; matrix.main({[*map(tuple, cells)]!r}, {tensor_parallel})"
     here = Path(__file__).parent
     path = [str(here.parent), str(here), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
@@ -625,6 +630,7 @@ def check(cells: list[Cell], tensor_parallel: bool = False, device: str = "cpu")
         "TRITON_INTERPRET": "0",
         "HF_HUB_OFFLINE": "1",
         "MATRIX_DEVICE": device,
+        "MATRIX_LIBRARIES": "1" if libraries else "",
     }
     quiet |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     environment = {**os.environ, **quiet, "PYTHONPATH": ":".join(path)}

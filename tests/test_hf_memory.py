@@ -81,6 +81,29 @@ def test_what_is_large_and_what_is_recomputed(monkeypatch):
     assert (seen[False].attentions, seen[True].attentions) == (2 * layers, layers)
 
 
+def test_losses_stay_exact_where_a_wrapper_casts_them(monkeypatch):
+    """FSDP2 with an output dtype (accelerate's) casts what the head gives, and gathers its weights by a hook on it."""
+    monkeypatch.setattr(memory, "LOGITS", 64 * 5)
+    single, gathered = build("Llama"), []
+    model = hf.prepare(hf.in_pieces(deepcopy(single)), ra.plan(seq_len=T)).train()
+    expected = single(batch(), labels=batch()).loss
+    expected.backward()
+
+    def cast(module, args, out):
+        out = out.bfloat16()
+        out.register_hook(lambda gradient: gathered.append(gradient.dtype))
+        return out
+
+    model.get_output_embeddings().register_forward_hook(cast)
+    for count in (1, 2):
+        model.zero_grad()
+        output = model(batch(), labels=batch())
+        output.loss.backward()
+        assert output.logits is None and abs(output.loss - expected) < 2e-6 and gathered == [torch.bfloat16] * count
+        for weight, gradient in gradients(single).items():
+            torch.testing.assert_close(gradients(model)[weight], gradient, rtol=1e-4, atol=2e-6)
+
+
 def test_what_it_is_not_for():
     with pytest.raises(ValueError, match="Linear is not a transformers model that predicts tokens"):
         hf.in_pieces(torch.nn.Linear(2, 2))

@@ -145,11 +145,11 @@ def passes_of(plan: Any, predicted: Any, setting: Setting, machine: Machine, sec
     held = memory.held(setting.device)
     calls = attention_passes(setting, plan, **setting.case.asked)
     count = int(min(10, max(2, seconds / predicted["seconds"])))  # the same on every rank
-    rows, expected, begun = [], 0.0, 0.0
+    rows, expected, played, before = [], 0.0, 0.0, 0.0
     for i, mode in enumerate(MODES):
-        expected += predicted[("forward", "backward")[i]]["seconds"] + machine.start[i]
-        begun += machine.start[i]
-        played = play(plan, shape, spec, docs, machine, rates, backward=bool(i)).seconds + begun
+        expected += machine.single(predicted[("forward", "backward")[i]]["seconds"], bool(i))
+        both = play(plan, shape, spec, docs, machine, rates, backward=bool(i)).seconds
+        played, before = played + machine.single(both - before, bool(i)), both
         ms = median_ms(calls[mode], count, warmup=1)
         rows.append({"mode": mode, "ms": ms, "predicted": expected * 1e3, "simulated": played * 1e3})
     del calls

@@ -64,7 +64,8 @@ class Call:
 
     def ready(self, pass_: recipes.Pass) -> Bound:
         spec, step = self.recipe.mask.spec, pass_.alone
-        kernel = score_with(pass_.kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
+        families = any(s.where is not None and s.where.also for round_ in pass_.rounds for s in round_.steps)
+        kernel = score_with(pass_.kernel, spec.scale_for(self.shape.head_dim), spec.softcap, families)
         return Bound(pass_.rounds, kernel, step.where if step else None)
 
     def __str__(self) -> str:
