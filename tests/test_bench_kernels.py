@@ -78,8 +78,8 @@ def test_a_case_is_called_by_the_length_that_it_has() -> None:
 
 
 def test_only_cases_of_their_own_lengths_are_held_against_causal_32k(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [{"impl": "triton", "pass": "forward", "tflops": 2.0}]
-    monkeypatch.setattr(kernels, "attention", lambda case, options: [dict(row) for row in found])
+    results = [{"impl": "triton", "pass": "forward", "tflops": 2.0}]
+    monkeypatch.setattr(kernels, "attention", lambda case, options: [dict(row) for row in results])
 
     def held(**given: int) -> dict[str, float | None]:
         options = Options(cases=["causal_32k", "window", "docs"], device="cpu", **given)

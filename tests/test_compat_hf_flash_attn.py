@@ -161,7 +161,7 @@ def refused():
 
 def test_what_would_be_wrong_is_refused():
     (said,) = processes.run(refused, 1)
-    for found, words in zip(
+    for result, words in zip(
         said,
         (
             "call update_ring_flash_attn_params(cu_seqlens, group) before the model",
@@ -172,7 +172,7 @@ def test_what_would_be_wrong_is_refused():
         ),
         strict=True,
     ):
-        assert words in found
+        assert words in result
 
 
 def test_transformers_gets_its_own_back():

@@ -41,7 +41,7 @@ def test_a_layer_over_ranks_is_the_layer_on_one_device():
     expected = alone(whole)
     expected.backward(dout)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=45, heads=(4, 2), head_dim=8)
         mine, part = deepcopy(untouched), plan.shard(x).requires_grad_()
         out = mine(part, plan)
@@ -49,7 +49,7 @@ def test_a_layer_over_ranks_is_the_layer_on_one_device():
         shares = {n: p.grad for n, p in mine.named_parameters()}
         return plan.unshard(out.detach()), plan.unshard(part.grad), shares
 
-    results = run(one, ring=2, ulysses=2)
+    results = run(one_rank, ring=2, ulysses=2)
     for out, dx, _ in results:
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
         torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-6)

@@ -12,15 +12,15 @@ SOURCES = ("ringattn", "comms", "kernels", "launch")
 
 def errors() -> str:
     """Every string of the sources, with `...` for what is filled in, and one separator between strings."""
-    found = []
+    results = []
     for folder in SOURCES:
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
-                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "..." for v in node.values))
+                    results.append("".join(str(v.value) if isinstance(v, ast.Constant) else "..." for v in node.values))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
-    return "\n".join(found)
+                    results.append(node.value)
+    return "\n".join(results)
 
 
 def test_errors_of_the_troubleshooting_page_exist():

@@ -116,11 +116,11 @@ def test_needed_blocks_and_seen_pairs_are_those_of_the_dense_mask(given):
     dense = (begin[0][:, None] <= j) & (j < end[0][:, None])
     shards = [layout.shard(r) for r in range(ring)]
     bands = all_bands(spec, T, docs=docs)
-    found, pairs = seen(bands, shards, shards).needed, seen_pairs(layout, layout, spec, docs)
+    results, pairs = seen(bands, shards, shards).needed, seen_pairs(layout, layout, spec, docs)
     for a in range(ring):
         for b in range(ring):
             block = dense[np.ix_(layout.positions(a), layout.positions(b))]
-            assert found[a, b] == block.any() and pairs[a, b] == block.sum()
+            assert results[a, b] == block.any() and pairs[a, b] == block.sum()
 
 
 specs = st.sampled_from([AttentionSpec(), FULL]) | st.builds(AttentionSpec, window=st.integers(1, 300))
@@ -157,7 +157,7 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
     """Of each ring rank: bytes sent in forward, in backward, and the schedule's count of tokens."""
     given = oracle.inputs(case, torch.float32)
 
-    def one(mesh):
+    def one_rank(mesh):
         import ringattn as ra
 
         plan = oracle.plan_of(case, mesh, route=route, together=2, hosts=2 if route == "levels" else None)
@@ -173,7 +173,7 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
             schedule_of(mask).tokens_sent(axis.rank, plan.hosts),
         )
 
-    return run(one, ring=case.ring)
+    return run(one_rank, ring=case.ring)
 
 
 RINGS = [c for c in (*CASES, *BALANCED) if c.ulysses == 1 and c.strategy == "ring" and "cross" not in c.name]
@@ -233,7 +233,7 @@ def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
         score = score_with(*args)
         return score._replace(backward=noting("work", score.backward))
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel="sdpa_cpu", strategy="ring")
         assert plan.layout == "zigzag"
         plan.ring_axis.move = noting("a move", plan.ring_axis.move)
@@ -246,10 +246,10 @@ def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
     given = [torch.randn(1, 64, h, 8) for h in (8, 2, 2)]
     leaves = [x.clone().requires_grad_() for x in given]
     ra.attention(*leaves).sum().backward()
-    for grads, (*_, before, last) in run(one, ring=4):
+    for grads, (*_, before, last) in run(one_rank, ring=4):
         assert before == "gradients of step 3 of 4" and last == "work"
-        for found, leaf in zip(grads, leaves, strict=True):
-            torch.testing.assert_close(found, leaf.grad, atol=1e-5, rtol=1e-5)
+        for result, leaf in zip(grads, leaves, strict=True):
+            torch.testing.assert_close(result, leaf.grad, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("grads", "backward"), [("float32", 4), ("input", 2)])
@@ -258,7 +258,7 @@ def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_a
     block = 2 * 4 * 16 * 2 * 8  # bytes: keys and values of 16 tokens
     machine = load("cpu").replace(room=3 * block)
 
-    def one(mesh):
+    def one_rank(mesh):
         how = ra.Transport(grads=grads)
         plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, strategy="ring", transport=how,
                        machine=machine)  # fmt: skip
@@ -267,7 +267,7 @@ def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_a
         (call,) = plan.calls.values()
         return [len(way.rounds[0].steps) for way in (call.forward, call.backward)]
 
-    assert run(one, ring=4) == [[2, backward]] * 4
+    assert run(one_rank, ring=4) == [[2, backward]] * 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -278,19 +278,19 @@ def test_the_schedule_of_every_case_follows_from_its_bounds(layout):
     for case in (*FEATURES, *windows):
         plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
         mask = Mask(plan, case.spec, case.mask or case.docs, case.key_docs)
-        found = schedule_of.__wrapped__(mask).needed
+        results = schedule_of.__wrapped__(mask).needed
         j = np.arange(plan.keys.tokens.padded_length)
         for a, b in np.ndindex(4, 4):
             sides = [(low[..., None], high[..., None]) for low, high in mask.bounds(plan.tokens.shard(a))]
             seen = any(((low <= j) & (j < high))[..., plan.keys.tokens.positions(b)].any() for low, high in sides)
-            assert found[a, b] == seen, (case.name, a, b)
+            assert results[a, b] == seen, (case.name, a, b)
 
 
 def test_the_last_query_of_a_sequence_is_in_its_schedule():
     """A shard of one token: without its last query the last rank would need no keys."""
     plan = ra.Plan(8, 8, layout="contiguous")
-    found = schedule_of(Mask(plan, AttentionSpec(window=2))).needed
-    assert (found == (np.eye(8) + np.eye(8, k=-1) > 0)).all()
+    result = schedule_of(Mask(plan, AttentionSpec(window=2))).needed
+    assert (result == (np.eye(8) + np.eye(8, k=-1) > 0)).all()
 
 
 def test_a_step_brings_what_can_hide_behind_the_work_before_it():

@@ -22,8 +22,8 @@ def tokens(B=2, T=41, seed=1):
     return torch.randn(B, T, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def off(found, expected):
-    return float((found.double() - expected.detach()).norm() / expected.detach().norm())
+def off(result, expected):
+    return float((result.double() - expected.detach()).norm() / expected.detach().norm())
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -33,7 +33,7 @@ def test_prefill_step_and_forward_agree(sizes, window, chunk):
     x, whole = tokens(), layer(window)
     expected = deepcopy(whole).double()(x.double())
 
-    def one(mesh):
+    def one_rank(mesh):
         mine, plan = deepcopy(whole), ra.plan(mesh, seq_len=41)
         trained = plan.unshard(mine(plan.shard(x), plan)).detach()
         outs = []
@@ -47,7 +47,7 @@ def test_prefill_step_and_forward_agree(sizes, window, chunk):
         again = plan.unshard(mine.prefill(plan.shard(x), plan))
         return trained, streamed, again
 
-    for outs in run(one, **sizes):
+    for outs in run(one_rank, **sizes):
         assert [off(out, expected) <= 2e-6 for out in outs] == [True] * 3
 
 
@@ -104,7 +104,7 @@ def test_beside_a_window_chunks_may_grow(sizes):
     x, whole = tokens(T=400), layer(window=16, max_len=400)
     expected = deepcopy(whole).double()(x.double())
 
-    def one(mesh):
+    def one_rank(mesh):
         mine, plan, outs = deepcopy(whole), ra.plan(mesh, seq_len=10), []
         for at, n in ((0, 10), (10, 300), (310, 7)):
             part = plan.for_length(n)
@@ -112,7 +112,7 @@ def test_beside_a_window_chunks_may_grow(sizes):
         outs += [mine.step(x[:, t : t + 1]) for t in range(317, 320)] + [mine.step(x[:, 320:])]
         return torch.cat(outs, 1)
 
-    for out in run(one, **sizes):
+    for out in run(one_rank, **sizes):
         assert off(out, expected) <= 2e-6
 
 
@@ -136,10 +136,10 @@ def test_what_sees_later_tokens_is_for_forward():
 
 
 def test_a_spread_cache_asks_for_the_plan():
-    def one(mesh):
+    def one_rank(mesh):
         mine, plan, x = layer(), ra.plan(mesh, seq_len=10), tokens(T=10)
         mine.prefill(plan.shard(x), plan)
         with pytest.raises(ValueError, match="spread over 2 ranks: pass the plan of this chunk too"):
             mine.prefill(plan.shard(x))
 
-    run(one, ring=2)
+    run(one_rank, ring=2)

@@ -67,11 +67,11 @@ def test_a_token_outside_of_the_vocabulary_is_an_error_wherever_it_is(bad, messa
     tokens[[0, 0, -1][part]] = bad
     tokens.tofile(tmp_path / "tokens")
     corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="int32"), 500)
-    found = [data.extremes(corpus, 500, i, 3, size=7) for i in range(3)]
+    results = [data.extremes(corpus, 500, i, 3, size=7) for i in range(3)]
     with pytest.raises(ValueError, match=message):
-        data.check_vocabulary(*found[part], 500)
+        data.check_vocabulary(*results[part], 500)
     for i in {0, 1, 2} - {part}:
-        data.check_vocabulary(*found[i], 500)
+        data.check_vocabulary(*results[i], 500)
 
 
 def test_all_ranks_refuse_tokens_that_the_model_does_not_know(tmp_path):

@@ -289,9 +289,9 @@ def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
         assert where == {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
         checkpoints.finish()
         for step, expected in ((1, before), (2, torch.zeros(64, 64))):
-            found = {"weight": torch.empty(64, 64)}
-            stored.load(checkpoints.folder / stored.name_of(step), found)
-            assert torch.equal(found["weight"], expected)
+            results = {"weight": torch.empty(64, 64)}
+            stored.load(checkpoints.folder / stored.name_of(step), results)
+            assert torch.equal(results["weight"], expected)
 
 
 def test_a_checkpoints_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path, monkeypatch):
@@ -373,9 +373,9 @@ def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys
     from ringattn.launch.train import configured
 
     def names(*words: str) -> list[str | None]:
-        found: list[str | None] = []
-        assert configured.run(["--multirun", *words], lambda config, swept: found.append(config.run) or 0) == 0
-        return found
+        results: list[str | None] = []
+        assert configured.run(["--multirun", *words], lambda config, swept: results.append(config.run) or 0) == 0
+        return results
 
     assert names("run=sw", "optimizer.lr=1e-3,3e-3") == ["sw-0", "sw-1"]
     assert capsys.readouterr().err == "optimizer.lr=0.001:\noptimizer.lr=0.003:\n"

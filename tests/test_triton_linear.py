@@ -128,18 +128,18 @@ def found_by(x: Given, kernels: object = delta, keep: bool = False) -> dict[str,
     return {name: t for name, t in zip(NAMES, values, strict=True) if t is not None}
 
 
-def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+def distance(result: torch.Tensor, truth: torch.Tensor) -> float:
     """|found - truth| / |truth|; a truth may vanish, as what crosses a token that forgets all."""
-    assert found.isfinite().all(), f"{int((~found.isfinite()).sum())} values are not finite"
-    return ((found.double() - truth).norm() / truth.norm().clamp(min=1e-3)).item()
+    assert result.isfinite().all(), f"{int((~result.isfinite()).sum())} values are not finite"
+    return ((result.double() - truth).norm() / truth.norm().clamp(min=1e-3)).item()
 
 
 def check(case: Case) -> None:
     given = draw(case)
-    truth, found = truth_of(given), found_by(given)
+    truth, results = truth_of(given), found_by(given)
     for name, like in zip(("out", "dq", "dk", "dv", "dg"), (given.q, given.q, given.k, given.v, given.g), strict=True):
-        assert like is None or found[name].dtype == like.dtype, name
-    errors = {name: distance(found[name], truth[name]) for name in truth}
+        assert like is None or results[name].dtype == like.dtype, name
+    errors = {name: distance(results[name], truth[name]) for name in truth}
     most = MOST[case.dtype]
     assert all(error <= most for error in errors.values()), errors
 
@@ -249,10 +249,10 @@ def test_offsets_beyond_32_bits() -> None:
 
     def run(part: slice, begin: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         x = [t[:, part] for t in (q, k, v, g, dout)]
-        found = found_by(Given(*x[:4], begin, None, x[4], None, K**-0.5))
-        return tuple(found[name][:, -alone:] for name in ("out", "dq", "dk", "dv", "dg"))
+        results = found_by(Given(*x[:4], begin, None, x[4], None, K**-0.5))
+        return tuple(results[name][:, -alone:] for name in ("out", "dq", "dk", "dv", "dg"))
 
     torch.cuda.empty_cache()
     whole = run(slice(0, T), begin)
-    for found, truth in zip(whole, run(slice(T - alone, T), None), strict=True):
-        assert distance(found, truth.double()) <= 8e-3
+    for results, truth in zip(whole, run(slice(T - alone, T), None), strict=True):
+        assert distance(results, truth.double()) <= 8e-3
