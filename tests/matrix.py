@@ -287,11 +287,11 @@ def shielded(model: nn.Module, layers: Any, cell: Cell, mesh: Any) -> nn.Module:
         return DistributedDataParallel(model)
     wide = {"reduce_dtype": BF16, "output_dtype": BF16} if cell.integration in BY_OTHERS else {"reduce_dtype": FP32}
     mixed = MixedPrecisionPolicy(param_dtype=BF16, **wide) if cell.precision == "mixed bf16" else None
-    for part in (*layers, model):
-        fully_shard(part, mesh=mesh, **({} if mixed is None else {"mp_policy": mixed}))
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, **({} if mixed is None else {"mp_policy": mixed}))
         if cell.wrapper == "FSDP2 summed":
-            part.set_force_sum_reduction_for_comms(True)
-            part.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
     return model
 
 
@@ -490,8 +490,8 @@ def by_tensor_parallel() -> Found:
     names = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
     names |= {"o_proj": RowwiseParallel(), "down_proj": RowwiseParallel()}
     for layer in model.model.layers:
-        for part in (layer.self_attn, layer.mlp):
-            parallelize_module(part, mesh["tp"], {n: how for n, how in names.items() if hasattr(part, n)})
+        for module in (layer.self_attn, layer.mlp):
+            parallelize_module(module, mesh["tp"], {n: how for n, how in names.items() if hasattr(module, n)})
     hf.prepare(model, ra.plan(mesh, axes={"ring": "cp"}, seq_len=T))
     call = shielded(
         model, model.model.layers, Cell("prepare", "FSDP2 summed", "mixed bf16", "kept", "packed"), mesh["cp"]
@@ -553,7 +553,7 @@ def errors_of(result: Found, own: Found, truth: Found, precision: str, rounded: 
         return abs(of.loss - truth.loss), sum(gap**2 for gap in gaps.values()) ** 0.5 / all_of, worst
 
     names = "loss", "gradients", "worst"
-    errors = {n: (mine, 2 * one + eps) for n, mine, one in zip(names, off(result), off(own), strict=True)}
+    errors = {n: (mine, 2 * single + eps) for n, mine, single in zip(names, off(result), off(own), strict=True)}
     if rounded:
         error, limit = errors["loss"]
         errors["loss"] = error, limit + abs(truth.loss) / 2**8
@@ -603,8 +603,8 @@ def trained(cells: list[Cell]) -> list[Row]:
             rows.append(Row(cell, result, {}))
             continue
         assert len(result.losses) == STEPS, len(result.losses)
-        mine, one = (max(abs(a - b) for a, b in zip(x.losses, truth.losses, strict=True)) for x in (result, own))
-        limit = 1e-5 if cell.precision == "float32" else 2 * one
+        mine, single = (max(abs(a - b) for a, b in zip(x.losses, truth.losses, strict=True)) for x in (result, own))
+        limit = 1e-5 if cell.precision == "float32" else 2 * single
         rows.append(Row(cell, "", {f"{STEPS} losses": (mine, limit)}))
     return rows
 

@@ -155,7 +155,7 @@ CALLS = [attention, attend, merge, linear, linear_documents, serving, losses, mo
 
 
 def flat(out):
-    return [out] if isinstance(out, Tensor) else [x for part in out for x in flat(part)]
+    return [out] if isinstance(out, Tensor) else [x for item in out for x in flat(item)]
 
 
 def plan_for(mesh, T):

@@ -202,16 +202,16 @@ def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
     def one_rank(mesh):
         axes = [mesh.axis(name) for name in ("ring", "ulysses") if mesh.sizes[name] > 1]
         whole, before = oracle.run(case, mesh, given, "tiled", groups=1), sent(axes)
-        cut = oracle.run(case, mesh, given, "tiled", groups=groups)
-        return whole, cut, before, sent(axes) - before, oracle.errors(case, mesh, cut, truth)
+        grouped = oracle.run(case, mesh, given, "tiled", groups=groups)
+        return whole, grouped, before, sent(axes) - before, oracle.errors(case, mesh, grouped, truth)
 
     results = run_ranks(one_rank, ring=case.ring, ulysses=case.ulysses)
-    for rank, (whole, cut, before, more, errors) in enumerate(results):
+    for rank, (whole, grouped, before, more, errors) in enumerate(results):
         for name in errors:
-            assert torch.equal(whole[name].nan_to_num(), cut[name].nan_to_num()), f"{case} rank {rank}: {name}"
+            assert torch.equal(whole[name].nan_to_num(), grouped[name].nan_to_num()), f"{case} rank {rank}: {name}"
         assert before == more and max(errors.values()) <= LIMIT, f"{case} rank {rank}: {errors}, {before} {more} bytes"
     if case.sinks:  # which heads a rank has depends on the groups, and so does its share
-        total = sum(cut["dsinks"].double() for _, cut, *_ in results)
+        total = sum(grouped["dsinks"].double() for _, grouped, *_ in results)
         assert oracle.error(total, truth["dsinks"], float(truth["dsinks"].norm())) <= LIMIT
 
 
@@ -332,8 +332,8 @@ def test_outputs_are_rounded_once_however_many_steps_a_ring_has():
         plan = ra.plan(mesh, seq_len=256, kernel="tiled", strategy="ring")
         return plan.unshard(ra.attention(*(plan.shard(x) for x in (q, k, v)), plan))
 
-    alone = ra.attention(q, k, v, ra.plan(seq_len=256, kernel="tiled"))
-    assert error(run_ranks(one_rank, ring=16)[0]) <= 1.05 * error(alone)
+    single = ra.attention(q, k, v, ra.plan(seq_len=256, kernel="tiled"))
+    assert error(run_ranks(one_rank, ring=16)[0]) <= 1.05 * error(single)
 
 
 def test_the_copies_of_a_key_head_add_up_in_float32():

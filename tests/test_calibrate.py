@@ -32,10 +32,10 @@ def two_ranks():
 
 def test_links_are_measured_among_ranks():
     os.environ.pop("WORLD_SIZE", None)
-    one, two = run(two_ranks, 2)
-    assert one == two or one.inside.bandwidth == two.inside.bandwidth
-    assert one.gpus == 2 and 1e5 < one.inside.bandwidth < 1e13 and 0 < one.inside.latency < 5
-    assert one.between == machine.load("cpu").between
+    first, second = run(two_ranks, 2)
+    assert first == second or first.inside.bandwidth == second.inside.bandwidth
+    assert first.gpus == 2 and 1e5 < first.inside.bandwidth < 1e13 and 0 < first.inside.latency < 5
+    assert first.between == machine.load("cpu").between
 
 
 def two_hosts():

@@ -23,8 +23,8 @@ def blocks(x, rank, ranks, which):
     if which == "stripe":
         return x[rank::ranks]
     if which == "zigzag":
-        parts = x.chunk(2 * ranks)
-        return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
+        chunks = x.chunk(2 * ranks)
+        return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
     return x.chunk(ranks)[rank]
 
 
@@ -79,8 +79,8 @@ def call(which, form, rank, ranks, group, given, options, copied=False):
     heads_last = lse.T if lse.dim() == 2 else lse.transpose(1, 2)
     dout, dlse = (part(given[n], rank, ranks, which) for n in ("dout", "dlse"))
     oracle.loss(out, heads_last, dout, dlse).backward()
-    alone = function(*tensors, *more, group=group, **options)
-    assert torch.equal(alone, out)
+    plain = function(*tensors, *more, group=group, **options)
+    assert torch.equal(plain, out)
     return {"out": out.detach(), "lse": heads_last.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
 
 
@@ -143,7 +143,7 @@ def test_over_process_groups():
             truth = oracle.dense(case, oracle.inputs(case, torch.float32, seed=group))
             check(which, [results[2 * group + r][i] for r in range(2)], truth, 2, f"group {group}")
         truth = oracle.dense(case, oracle.inputs(case, torch.float32))
-        check(which, [one[len(FUNCTIONS) + i] for one in results], truth, 4)
+        check(which, [single[len(FUNCTIONS) + i] for single in results], truth, 4)
 
 
 def test_the_arguments_of_one_rank_for_packed_documents():

@@ -94,9 +94,9 @@ def of_groups():
     rank = dist.get_rank()
     for ulysses, ring, low in ((2, 2, True), (2, 2, False), (4, 1, True), (1, 4, False), (1, 2, True), (2, 1, False)):
         compat.set_seq_parallel_pg(ulysses, ring, rank, 4, low)
-        place = dist.get_rank(compat.PROCESS_GROUP.RING_PG), dist.get_rank(compat.PROCESS_GROUP.ULYSSES_PG)
+        ranks = dist.get_rank(compat.PROCESS_GROUP.RING_PG), dist.get_rank(compat.PROCESS_GROUP.ULYSSES_PG)
         where = rank % (ring * ulysses)
-        assert place == (divmod(where, ulysses) if low else divmod(where, ring)[::-1])
+        assert ranks == (divmod(where, ulysses) if low else divmod(where, ring)[::-1])
         case = Case("groups", seq_len=T, kv_heads=4)
         given = oracle.inputs(case, torch.float32, seed=rank // (ring * ulysses))
         truth = dense(case, given)
@@ -105,11 +105,11 @@ def of_groups():
         if ring == 1:
             modules["ulysses"] = compat.UlyssesAttention(sequence_process_group=compat.PROCESS_GROUP.ULYSSES_PG)
         for name, module in modules.items():
-            cut = {"together": "zigzag", "ulysses": "basic"}.get(name, name)
+            layout = {"together": "zigzag", "ulysses": "basic"}.get(name, name)
 
-            def mine(x, cut=cut, place=place, ring=ring, ulysses=ulysses):
-                result = compat.EXTRACT_FUNC_DICT[cut](x, rank, world_size=4, rd=ring, ud=ulysses)
-                assert torch.equal(result, part(x, cut, *place, ring, ulysses))
+            def mine(x, layout=layout, ranks=ranks, ring=ring, ulysses=ulysses):
+                result = compat.EXTRACT_FUNC_DICT[layout](x, rank, world_size=4, rd=ring, ud=ulysses)
+                assert torch.equal(result, part(x, layout, *ranks, ring, ulysses))
                 return result
 
             result = results(module, given, mine, {"causal": True}, together=name == "together")

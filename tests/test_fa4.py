@@ -62,8 +62,8 @@ def some_intervals(rng: np.random.Generator, T: int, S: int, rows: int = 1) -> t
         end = np.sort(rng.integers(0, S + 1, T))
         begin = np.maximum(end - 100, 0)
     if rng.integers(3) == 0:
-        cut = int(rng.integers(0, T + 1))
-        end = np.concatenate([begin[:cut], end[cut:]]) if rng.integers(2) else np.concatenate([end[:cut], begin[cut:]])
+        at = int(rng.integers(0, T + 1))
+        end = np.concatenate([begin[:at], end[at:]]) if rng.integers(2) else np.concatenate([end[:at], begin[at:]])
         end = np.maximum.accumulate(end)
         begin = np.minimum(begin, end)
     if rows == 1:
@@ -315,7 +315,7 @@ def test_any_intervals_equal_float64(dims: tuple[int, int], part: int) -> None:
         dlse = torch.randn(B, T, H, device="cuda", generator=generator) if trial % 3 == 0 else None
         wide = [x.double() for x in (q, k, v)]
         truth = oracle.attend(*wide, where, scale=D**-0.5)
-        live = sum(one.begin < one.end for one in where.families).bool()[..., None].expand(B, T, H)
+        live = sum(family.begin < family.end for family in where.families).bool()[..., None].expand(B, T, H)
         delta = (truth.out * dout).sum(-1) - (0 if dlse is None else dlse)
         expected = oracle.attend_backward(
             *wide, where, dout.double(), truth.lse, torch.where(live, delta, 0), scale=D**-0.5

@@ -150,15 +150,15 @@ def test_what_cannot_be_is_refused():
         made.for_length(64)
 
     def one_rank(mesh):
-        cut = ra.plan(mesh, seq_len=32, layout="zigzag").for_docs(docs)
+        dealt = ra.plan(mesh, seq_len=32, layout="zigzag").for_docs(docs)
         x = torch.randn(1, 16, 2, 4)
         with pytest.raises(ValueError, match="a state would have to pass them all for every document"):
-            ra.linear_attention(x, x, x, None, cut)
+            ra.linear_attention(x, x, x, None, dealt)
         with pytest.raises(ValueError, match="a state would have to pass"):
-            ra.nn.GatedDeltaNet(8, 2, convolution=3)(torch.randn(1, 16, 8), cut)
-        cache = ra.KVCache.allocate(cut, batch=1, max_len=64, kv_heads=2, head_dim=4, dtype="float32")
+            ra.nn.GatedDeltaNet(8, 2, convolution=3)(torch.randn(1, 16, 8), dealt)
+        cache = ra.KVCache.allocate(dealt, batch=1, max_len=64, kv_heads=2, head_dim=4, dtype="float32")
         with pytest.raises(ValueError, match="and a chunk is one; use the plan without"):
-            ra.prefill(x, x, x, cut, cache)
+            ra.prefill(x, x, x, dealt, cache)
         return True
 
     assert all(run(one_rank, ring=2))

@@ -87,8 +87,8 @@ def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
         mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
         expected = truth(T, gate, lengths)
         choices = {"layout": layout, "scan": scan}
-        one, share = errors(mesh, inputs(T, gate), expected, docs_of(lengths, T), **choices)
-        results.append((one, share.numpy()))
+        off, share = errors(mesh, inputs(T, gate), expected, docs_of(lengths, T), **choices)
+        results.append((off, share.numpy()))
     return results
 
 
@@ -104,8 +104,8 @@ def test_equals_the_recurrence_over_gloo(ranks, meshes):
     ]
     results = run_processes(over_gloo, ranks, cases)
     for i, case in enumerate(cases):
-        one = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
-        for name, value in worst(one, truth(T, case[3], case[4])).items():
+        results_of_all = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
+        for name, value in worst(results_of_all, truth(T, case[3], case[4])).items():
             assert value <= 1e-10, f"{case}: {name} is off by {value:.2e}"
 
 
@@ -122,10 +122,10 @@ def test_the_gpu_kernels_over_ranks():
 
 def test_bfloat16_is_within_twice_the_error_of_one_device():
     given, expected = inputs(T, "channel", torch.bfloat16), truth(T, "channel", None, torch.bfloat16)
-    alone = worst(run(lambda mesh: errors(mesh, given, expected, None), ring=1), expected)
+    single = worst(run(lambda mesh: errors(mesh, given, expected, None), ring=1), expected)
     over = worst(run(lambda mesh: errors(mesh, given, expected, None, layout="zigzag"), ring=4), expected)
-    for name in alone:
-        assert over[name] <= 2 * alone[name] + 1e-6, f"{name}: {over[name]:.1e} over ranks, {alone[name]:.1e} alone"
+    for name in single:
+        assert over[name] <= 2 * single[name] + 1e-6, f"{name}: {over[name]:.1e} over ranks, {single[name]:.1e} alone"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

@@ -96,8 +96,8 @@ def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
     for ring, ulysses, lengths, scan, rule in cases:
         mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
         expected, given = truth(T, "channel", lengths, **rule), inputs(T, "channel", **rule)
-        one, share = errors(mesh, given, expected, docs_of(lengths, T), scan=scan)
-        results.append((one, share.numpy()))
+        off, share = errors(mesh, given, expected, docs_of(lengths, T), scan=scan)
+        results.append((off, share.numpy()))
     return results
 
 
@@ -110,8 +110,8 @@ def test_every_document_goes_on_from_its_own_state_over_gloo():
     ]
     results = run_processes(over_gloo, 4, cases)
     for i, (*case, lengths, _, rule) in enumerate(cases):
-        one = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
-        for name, value in worst(one, truth(T, "channel", lengths, **rule)).items():
+        results_of_all = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
+        for name, value in worst(results_of_all, truth(T, "channel", lengths, **rule)).items():
             assert value <= 1e-10, f"{case}: {name} is off by {value:.2e}"
 
 
@@ -122,7 +122,7 @@ def test_packed_rollouts_go_on_where_they_stopped(rule):
     given = inputs(sum(lengths), "head", **rule)
     leaves = {n: given[n][:1].clone().requires_grad_() for n in LEAVES if given[n] is not None}
 
-    def part(tokens: Tensor, lengths: list[int], state: Tensor | None) -> Any:
+    def chunk(tokens: Tensor, lengths: list[int], state: Tensor | None) -> Any:
         x = {n: t[:, tokens] for n, t in leaves.items()}
         docs, how = ra.Docs.from_lengths(lengths), {"return_state": "documents", "initial_state": state}
         return ra.linear_attention(x["q"], x["k"], x["v"], x["g"], beta=x.get("beta"), docs=docs, **how)
@@ -132,9 +132,9 @@ def test_packed_rollouts_go_on_where_they_stopped(rule):
     early = at < torch.tensor(first)[document]
     outs, state = torch.zeros(1, sum(lengths), 2, given["v"].shape[-1], dtype=torch.float64), None
     for tokens in (early, ~early):
-        out, state = part(tokens, [int((tokens & (document == d)).sum()) for d in range(3)], state)
+        out, state = chunk(tokens, [int((tokens & (document == d)).sum()) for d in range(3)], state)
         outs = outs.index_copy(1, tokens.nonzero()[:, 0], out)
-    whole, ends = part(document >= 0, list(lengths), None)
+    whole, ends = chunk(document >= 0, list(lengths), None)
     torch.testing.assert_close(outs, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, ends, rtol=1e-12, atol=1e-12)
     weights = torch.randn(ends.shape, dtype=torch.float64)

@@ -66,8 +66,8 @@ def cases(draw: Any) -> Case:
     for row in rows:
         edges, results = [0, *np.cumsum(row).tolist()], []
         for low, high in pairwise(edges):
-            cuts = sorted(draw(st.sets(st.integers(low, high), max_size=4)))
-            results += [pair for pair in pairwise(cuts) if draw(st.booleans())]
+            bounds = sorted(draw(st.sets(st.integers(low, high), max_size=4)))
+            results += [pair for pair in pairwise(bounds) if draw(st.booleans())]
         spans.append(results)
     return replace(case, spans=spans)
 
@@ -121,13 +121,13 @@ def check_counted(plan: Plan, spec: AttentionSpec, docs: Any, words: np.ndarray)
 @settings(max_examples=60)
 @given(sliced())
 def test_slices_mask_by_their_kinds_and_overlapping_ones_are_refused(case):
-    alone = [oracle.in_slices(replace(case, slices=[one])).int() for one in case.slices]
-    if (sum(alone) > 1).any():
+    masks = [oracle.in_slices(replace(case, slices=[single])).int() for single in case.slices]
+    if (sum(masks) > 1).any():
         with pytest.raises(ValueError, match="slices overlap: queries"):
             _ = case.mask
         return
     words = rows_of(families(AttentionSpec(), 24, docs=case.mask), 24, 1)
-    np.testing.assert_array_equal(words[0], sum(alone))
+    np.testing.assert_array_equal(words[0], sum(masks))
     for layout in ("zigzag", "striped", "balanced"):
         dealt = {"docs": case.mask} if layout == "balanced" else {}
         check_counted(Plan(24, 3, layout=layout, **dealt), AttentionSpec(), case.mask, words)
@@ -181,7 +181,7 @@ def test_masks_are_values_that_travel_whole(case):
 )
 def test_work_of_any_mask_is_dealt_out_equally(spec, docs):
     plan = Plan(docs.length, 5, layout="balanced", docs=docs, work=spec)
-    work = Work.of(joined([one for family in families(spec, docs.length, docs=docs) for one in family]))
+    work = Work.of(joined([band for family in families(spec, docs.length, docs=docs) for band in family]))
     shards = [plan.tokens.shard(rank) for rank in range(5)]
     loads = [sum(work.below(r.stop) - work.below(r.start) for r in shard) for shard in shards]
     assert {sum(map(len, shard)) for shard in shards} == {docs.length // 5} and max(loads) <= 1.03 * sum(loads) / 5
@@ -192,9 +192,9 @@ def test_chunks_cost_what_documents_of_that_length_cost():
     docs, plan = Docs.from_lengths([256] * 8), Plan(2048, 4, layout="zigzag")
     chunks, packed = Mask(plan, AttentionSpec(chunk=256)), Mask(plan, AttentionSpec(), docs)
     for rank in range(4):
-        one, other = (Sight(mask, rank).at((range(2048),)) for mask in (chunks, packed))
-        assert not one.also and one.rectangles == other.rectangles
-        np.testing.assert_array_equal(one.host, other.host)
+        chunked, documents = (Sight(mask, rank).at((range(2048),)) for mask in (chunks, packed))
+        assert not chunked.also and chunked.rectangles == documents.rectangles
+        np.testing.assert_array_equal(chunked.host, documents.host)
     assert (schedule_of(chunks).needed == schedule_of(packed).needed).all()
 
 
@@ -203,7 +203,7 @@ def test_shared_prefixes_are_two_families_and_a_third_of_the_work():
     results = families(AttentionSpec(), 65536, docs=tree)
     assert len(results) == 2 and [len(bands.start) for (bands,) in results] == [16, 1]
     apart = Docs.from_lengths([32768 + 2048] * 16)
-    pairs = [sum(Work.of(one).below(docs.length) for (one,) in families(AttentionSpec(), docs.length, docs=docs))
+    pairs = [sum(Work.of(family).below(docs.length) for (family,) in families(AttentionSpec(), docs.length, docs=docs))
              for docs in (tree, apart)]  # fmt: skip
     assert pairs[1] > 5.8 * pairs[0]
 
@@ -324,17 +324,17 @@ def test_a_cache_takes_chunks_and_first_keys(spec, move):
     expected = ra.attention(q, k, v, spec=spec)
 
     def one_rank(mesh):
-        plan, at, parts = ra.plan(mesh, seq_len=25, layout="zigzag"), 0, []
+        plan, at, outs = ra.plan(mesh, seq_len=25, layout="zigzag"), 0, []
         cache = ra.KVCache.allocate(plan, batch=2, max_len=T, kv_heads=2, head_dim=8, dtype=torch.float32, block=4)
         for n in (25, 13):
             chunk = plan.for_length(n)
             mine = (chunk.shard(x[:, at : at + n]) for x in (q, k, v))
-            parts.append(chunk.unshard(ra.prefill(*mine, chunk, cache, spec=spec, move=move, keys=8)))
+            outs.append(chunk.unshard(ra.prefill(*mine, chunk, cache, spec=spec, move=move, keys=8)))
             at += n
         for n in (1, 5, 2):
-            parts.append(ra.decode(*(x[:, at : at + n] for x in (q, k, v)), cache, spec=spec))
+            outs.append(ra.decode(*(x[:, at : at + n] for x in (q, k, v)), cache, spec=spec))
             at += n
-        return torch.cat(parts, 1)
+        return torch.cat(outs, 1)
 
     for out in run(one_rank, ring=3):
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)

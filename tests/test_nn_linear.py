@@ -52,30 +52,30 @@ def data(length: int = T) -> list[Tensor]:
 def test_a_layer_over_ranks_is_the_layer_on_one_device(ring, ulysses, place, kind, choices, lengths):
     x, dout = data()
     docs = None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths])
-    alone, whole = layer(kind, **choices), x.clone().requires_grad_()
-    untouched = deepcopy(alone)
+    single, whole = layer(kind, **choices), x.clone().requires_grad_()
+    untouched = deepcopy(single)
     if lengths is None:
-        expected = alone(whole)
+        expected = single(whole)
     else:  # every document by itself
         rows = []
         for row, some in zip(whole, lengths, strict=True):
             ends = np.cumsum(some)
-            rows.append(torch.cat([alone(row[None, e - n : e]) for e, n in zip(ends, some, strict=True) if n], 1))
+            rows.append(torch.cat([single(row[None, e - n : e]) for e, n in zip(ends, some, strict=True) if n], 1))
         expected = torch.cat(rows)
     expected.backward(dout)
 
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T, layout=place)
-        mine, part = deepcopy(untouched), plan.shard(x).requires_grad_()
-        out = mine(part, plan, docs=docs)
+        mine, local = deepcopy(untouched), plan.shard(x).requires_grad_()
+        out = mine(local, plan, docs=docs)
         out.backward(plan.shard(dout))
-        return plan.unshard(out.detach()), plan.unshard(part.grad), {n: p.grad for n, p in mine.named_parameters()}
+        return plan.unshard(out.detach()), plan.unshard(local.grad), {n: p.grad for n, p in mine.named_parameters()}
 
     results = run(one_rank, ring=ring, ulysses=ulysses)
     for out, dx, _ in results:
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-11)
-    for name, weight in alone.named_parameters():
+    for name, weight in single.named_parameters():
         torch.testing.assert_close(sum(s[name] for *_, s in results), weight.grad, rtol=0, atol=1e-10, msg=name)
 
 
@@ -117,10 +117,10 @@ def test_the_convolution_reaches_over_segments_shorter_than_itself(length, layou
 
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=length, layout=layout)
-        part = plan.shard(x).requires_grad_()
-        out = causal_convolution(part, weight, plan)
+        local = plan.shard(x).requires_grad_()
+        out = causal_convolution(local, weight, plan)
         out.backward(plan.shard(dout))
-        return plan.unshard(out.detach()), plan.unshard(part.grad)
+        return plan.unshard(out.detach()), plan.unshard(local.grad)
 
     for out, dx in run(one_rank, ring=4):
         torch.testing.assert_close(out, expected)

@@ -24,12 +24,12 @@ def errors() -> str:
 
 
 def test_errors_of_the_troubleshooting_page_exist():
-    page, known = (ROOT / "docs/troubleshooting.md").read_text(), errors()
+    page, texts = (ROOT / "docs/troubleshooting.md").read_text(), errors()
     first = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `") or " after `" in line]
     quoted = [words for cell in first for words in re.findall(r"`([^`]+)`", cell)]
-    pieces = [piece.strip() for words in quoted for piece in words.split("...") if len(piece.strip()) > 2]
-    assert len(pieces) > 30
-    assert [piece for piece in pieces if piece not in known] == []
+    phrases = [phrase.strip() for words in quoted for phrase in words.split("...") if len(phrase.strip()) > 2]
+    assert len(phrases) > 30
+    assert [phrase for phrase in phrases if phrase not in texts] == []
 
 
 def test_every_page_is_in_the_site_and_short():

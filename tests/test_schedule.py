@@ -33,8 +33,8 @@ def tokens_in(ranges):
 def schedule_from(ring, cells):
     """The schedule in which rank i sees the tokens `cells[i * ring + j]` of block j; each a range by itself."""
     rows = [(cell, t, t + 1) for cell, tokens in enumerate(cells) for t in sorted(tokens)]
-    parts = Parts(*np.array(rows, int).reshape(-1, 3).T)
-    return Schedule(np.array([bool(x) for x in cells]).reshape(ring, ring), LENGTH, parts)
+    needed = Parts(*np.array(rows, int).reshape(-1, 3).T)
+    return Schedule(np.array([bool(x) for x in cells]).reshape(ring, ring), LENGTH, needed)
 
 
 @given(
@@ -56,10 +56,10 @@ def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, toget
     arrived: dict[int, dict] = {}  # readers whose gradients came with the tokens
     for i, everyone in enumerate(zip(*runs, strict=True)):
         sums = {r: {token: arrived.get(r, {}).get(token, set()) for token in here[r]} for r in range(ring)}
-        for rank, one in enumerate(everyone):
-            assert here[rank] == [(one.held, t) for t in tokens_in(one.kept)]
-            assert len(one.steps) == len(everyone[rank // size * size].steps)  # the same on all ranks of a host
-            for j, step in enumerate(one.steps):
+        for rank, own in enumerate(everyone):
+            assert here[rank] == [(own.held, t) for t in tokens_in(own.kept)]
+            assert len(own.steps) == len(everyone[rank // size * size].steps)  # the same on all ranks of a host
+            for j, step in enumerate(own.steps):
                 for block in step.sources:  # who holds it now has this rank among its readers at the same step
                     holder = rank // size * size + block % size
                     theirs = everyone[holder].steps[j].shown if holder != rank else {rank: None}
@@ -69,14 +69,14 @@ def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, toget
                         if holder != rank or token[1] in cells[rank * ring + block]:
                             met.append((rank, *token))
                             sums[holder][token] = sums[holder][token] | {rank}
-            assert sum(len(step.readers) for step in one.steps) == sum(
-                one.held in step.sources for other in range(ring) if other != rank for step in everyone[other].steps
+            assert sum(len(step.readers) for step in own.steps) == sum(
+                own.held in step.sources for other in range(ring) if other != rank for step in everyone[other].steps
             )
         here, arrived, before = {r: [] for r in range(ring)}, {}, here
-        for r, one in enumerate(everyone):
+        for r, own in enumerate(everyone):
             if i == 0:
                 home += [(reader, *token) for token, readers in sums[r].items() for reader in readers]
-            for hop, is_home in ((one.hop, False), (one.home, True)):
+            for hop, is_home in ((own.hop, False), (own.home, True)):
                 assert (hop is None) == ((everyone[0].home if is_home else everyone[0].hop) is None)
                 if hop is None or not hop.send:
                     continue
@@ -90,10 +90,10 @@ def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, toget
                 else:
                     here[to], arrived[to] = sent, {t: sums[r][t] for t in sent} if i else {}
             if i:  # each token's gradients go on, or home
-                sent = [t for hop in (one.hop, one.home) if hop for t in tokens_in(hop.out)]
+                sent = [t for hop in (own.hop, own.home) if hop for t in tokens_in(hop.out)]
                 assert sorted(sent) == list(range(len(before[r])))
-        for r, one in enumerate(everyone):  # nobody waits for what is not sent
-            for hop, name in ((one.hop, "hop"), (one.home, "home")):
+        for r, own in enumerate(everyone):  # nobody waits for what is not sent
+            for hop, name in ((own.hop, "hop"), (own.home, "home")):
                 assert not hop or hop.recv == getattr(everyone[(r - hop.shift) % ring], name).send
     expected = sorted((i, j, t) for i, j in np.ndindex(ring, ring) for t in cells[i * ring + j])
     assert sorted(met) == sorted(home) == expected
@@ -294,9 +294,9 @@ def test_the_last_query_of_a_sequence_is_in_its_schedule():
 
 
 def test_a_step_brings_what_can_hide_behind_the_work_before_it():
-    one = np.ones((31, 2), int)  # token of each block for each rank
-    assert [len(step) for step in growing(range(1, 31), one, 1, 64)] == [3, 12, 15]
-    assert [len(step) for step in growing(range(1, 31), one, 1, 8)] == [3, 8, 8, 8, 3]
-    assert [d for step in growing(range(1, 31), one, 1, 8) for d in step] == list(range(1, 31))
-    half = 5 * one
+    sizes = np.ones((31, 2), int)  # token of each block for each rank
+    assert [len(step) for step in growing(range(1, 31), sizes, 1, 64)] == [3, 12, 15]
+    assert [len(step) for step in growing(range(1, 31), sizes, 1, 8)] == [3, 8, 8, 8, 3]
+    assert [d for step in growing(range(1, 31), sizes, 1, 8) for d in step] == list(range(1, 31))
+    half = 5 * sizes
     assert [len(step) for step in growing(range(1, 31), half, 10, 8)] == [6, 16, 8]  # of each block half is read

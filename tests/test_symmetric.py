@@ -314,15 +314,15 @@ def test_pieces_are_joined_within_an_allocation_and_never_beyond():
     first, second = (torch.frombuffer(room, dtype=torch.float32, offset=at, count=8) for at in (0, 32))
     assert first.data_ptr() + first.nbytes == second.data_ptr()
     start = first.data_ptr()
-    pieces = memory.joined([first[:3], first[3:], second])
-    assert list(memory.batches(pieces)) == [[memory.Piece(start, 32), memory.Piece(start + 32, 32)]]
+    joined = memory.joined([first[:3], first[3:], second])
+    assert list(memory.batches(joined)) == [[memory.Piece(start, 32), memory.Piece(start + 32, 32)]]
 
 
 def test_runs_of_one_size_at_one_distance_are_one_piece():
     """Of one allocation, one after the other, and no further apart than the driver's copies reach."""
 
     def stacked(*runs):
-        return [tuple(piece) for piece in memory.stacked(runs)]
+        return [tuple(stack) for stack in memory.stacked(runs)]
 
     assert stacked((5, 8, 0), (25, 8, 0), (45, 8, 0)) == [(5, 8, 3, 20)]
     assert stacked((0, 8, 0), (20, 8, 0), (41, 8, 0), (62, 8, 0)) == [(0, 8, 2, 20), (41, 8, 2, 21)]
@@ -336,10 +336,10 @@ def test_ranges_lie_where_their_views_do(places, slot):
     """Twice, the second time as remembered for others of the same shape; too many pieces are left to be packed."""
     for _ in "ab":
         pair = torch.rand(2, 6, 40), torch.rand(3, 6, 2, 8)[:2]
-        parts = Slices(pair, places)
+        slices = Slices(pair, places)
         expected = list(memory.batches([p for x in pair for p in memory.joined(list(Slices([x], places)))]))
-        assert memory.located(parts) == expected
-        assert len(parts) == len(list(parts)) and torch.equal(parts[0], pair[0][:, places[0]])
+        assert memory.located(slices) == expected
+        assert len(slices) == len(list(slices)) and torch.equal(slices[0], pair[0][:, places[0]])
     assert memory.located(Slices([torch.rand(2, 6, 9, 20)[..., :4]], places)) is None
 
 
@@ -352,12 +352,12 @@ def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
     kept = [torch.randint(256, (*shape, draw.randint(1, 5)), dtype=torch.uint8) for _ in "kv"]
     pair = [draw.choice([x, x, x[:, :, 1], x[..., :1]]) for x in kept]
     starts, size, step = sorted(draw.sample(range(9), 2)), draw.randint(1, 3), draw.choice([1, 1, 2])
-    parts = Slices(pair, tuple(range(start, start + size + draw.choice([0, 0, 1]), step) for start in starts))
-    whole = b"".join(x.contiguous().numpy().tobytes() for x in parts)
+    slices = Slices(pair, tuple(range(start, start + size + draw.choice([0, 0, 1]), step) for start in starts))
+    whole = b"".join(x.contiguous().numpy().tobytes() for x in slices)
     slots = [whole[i : i + memory.SLOT] for i in range(0, len(whole), memory.SLOT)]
-    known = memory.located(parts)
-    assert (known is None) == (not all(map(memory.has_few_runs, parts)))
-    for results in (known, list(memory.batches(memory.joined(parts)))):
+    located = memory.located(slices)
+    assert (located is None) == (not all(map(memory.has_few_runs, slices)))
+    for results in (located, list(memory.batches(memory.joined(slices)))):
         if results is not None:
             assert [b"".join(map(read, batch)) for batch in results] == slots
             assert memory.weight(results) == len(whole)

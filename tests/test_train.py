@@ -45,26 +45,26 @@ WAYS = {
 @pytest.mark.slow
 def test_the_loss_is_that_of_one_rank_whatever_the_strategy(tmp_path):
     others = {"two sequences": {"batch": 2}, "uneven": {"seq_len": 97}}
-    alone = {"one": SHORT, **{name: dataclasses.replace(SHORT, **change) for name, change in others.items()}}
-    one = over(1, alone, tmp_path / "1")
+    on_one_rank = {"one": SHORT, **{name: dataclasses.replace(SHORT, **change) for name, change in others.items()}}
+    losses = over(1, on_one_rank, tmp_path / "1")
     same = {"uneven, recomputed": "uneven", "data": "two sequences", "ulysses, accumulated": "two sequences"}
     jobs = {name: dataclasses.replace(config, steps=SHORT.steps) for name, config in WAYS.items()}
     for name, results in over(4, jobs, tmp_path / "4").items():
-        expected = one[same.get(name, "one")]
+        expected = losses[same.get(name, "one")]
         gap = max(abs(a - b) for a, b in zip(results, expected, strict=True))
         assert gap <= 1e-5, f"{name}: the loss differs from one rank's by {gap:.1e}: {results} and {expected}"
 
 
 def test_a_long_sequence_passes_the_mlp_in_pieces(monkeypatch):
     torch.manual_seed(0)
-    whole, cut = model.SwiGLU(8, 24), model.SwiGLU(8, 24, at_once=2 * 5 * 24)
-    cut.load_state_dict(whole.state_dict())
+    whole, in_chunks = model.SwiGLU(8, 24), model.SwiGLU(8, 24, at_once=2 * 5 * 24)
+    in_chunks.load_state_dict(whole.state_dict())
     lengths, of = [], model.SwiGLU.of
     monkeypatch.setattr(model.SwiGLU, "of", lambda self, x: lengths.append(x.shape[1]) or of(self, x))
     x = torch.randn(2, 17, 8, requires_grad=True)
     (expected, *grads), (result, *others) = (
         (out, *torch.autograd.grad(out.pow(2).sum(), (x, *mlp.parameters())))
-        for mlp in (whole, cut)
+        for mlp in (whole, in_chunks)
         for out in [mlp(x)]
     )
     assert torch.allclose(result, expected, atol=1e-6) and lengths == [17, 5, 5, 5, 2, 5, 5, 5, 2]
@@ -74,7 +74,7 @@ def test_a_long_sequence_passes_the_mlp_in_pieces(monkeypatch):
 
 @pytest.mark.slow
 def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path):
-    places = {
+    strategies = {
         "zigzag": {"layout": "zigzag", "keys": "ring"},
         "contiguous": {"ulysses": 2, "keys": "ring", "layout": "contiguous"},
         "recomputed": {"recompute": "pointwise", "ulysses": 2},
@@ -82,10 +82,13 @@ def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path
     rules = {"gated": "zigzag", "delta": "contiguous", "kimi": "recomputed"}
     model = dataclasses.replace(TINY.model, softmax_every=2, convolution=3)
     mixed = {rule: dataclasses.replace(SHORT, model=dataclasses.replace(model, rule=rule)) for rule in rules}
-    jobs = {rule: dataclasses.replace(mixed[rule], strategy=Strategy(**places[place])) for rule, place in rules.items()}
-    alone = over(1, mixed, tmp_path / "1")
+    jobs = {
+        rule: dataclasses.replace(mixed[rule], strategy=Strategy(**strategies[strategy]))
+        for rule, strategy in rules.items()
+    }
+    single = over(1, mixed, tmp_path / "1")
     for name, result in over(4, jobs, tmp_path / "4").items():
-        expected = alone[name]
+        expected = single[name]
         assert expected[-1] < expected[0]
         # after a few steps of Adam, which divides small gradients by their size, rounding alone makes 1e-5
         assert np.abs(np.subtract(result, expected)).max() <= 2e-5, f"{name}: {result} and {expected}"
@@ -94,9 +97,9 @@ def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path
 @pytest.mark.slow
 def test_thirty_steps_on_2_ranks_are_those_of_one(tmp_path):
     long = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, layers=1), steps=30)
-    (alone,) = over(1, {"alone": long}, tmp_path).values()
+    (single,) = over(1, {"alone": long}, tmp_path).values()
     (result,) = over(2, {"ring": dataclasses.replace(long, strategy=Strategy(layout="zigzag"))}, tmp_path).values()
-    np.testing.assert_allclose(result, alone, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(result, single, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -202,9 +205,9 @@ def test_flops_count_the_pairs_that_the_mask_leaves():
         m = dataclasses.replace(TINY.model, window=window)
         spec, docs = ra.AttentionSpec(window=window), ra.Docs.from_lengths(lengths)
         begin, end = bounds(spec, np.arange(48), 48, docs=docs)
-        alone = estimate.train_flops(dataclasses.replace(m, window=1), [48])  # every token sees itself
+        itself = estimate.train_flops(dataclasses.replace(m, window=1), [48])  # every token sees itself
         more = int((end - begin).sum()) - 48
-        assert estimate.train_flops(m, lengths) == pytest.approx(alone + 12 * more * m.layers * m.dim)
+        assert estimate.train_flops(m, lengths) == pytest.approx(itself + 12 * more * m.layers * m.dim)
 
 
 def test_a_step_counts_its_documents(tmp_path):
@@ -212,8 +215,8 @@ def test_a_step_counts_its_documents(tmp_path):
         (tmp_path / f"{i}").write_bytes(bytes(size))
     whole = Train(model=TINY.model, data=Data(path=str(tmp_path), held_out=0), seq_len=48, batch=2)
     for documents, expected in (("", [[48], [48]]), ("files", [[40, 8], [25, 23]])):
-        cut = data.samples(data.open_corpus(whole.data, 256), Data(held_out=0, documents=documents), 48, 0)
-        job = SimpleNamespace(config=whole, samples=cut, a_step=2)
+        samples = data.samples(data.open_corpus(whole.data, 256), Data(held_out=0, documents=documents), 48, 0)
+        job = SimpleNamespace(config=whole, samples=samples, a_step=2)
         assert step_flops(job, 3) == pytest.approx(sum(estimate.train_flops(TINY.model, x) for x in expected))
 
 
@@ -260,8 +263,8 @@ def test_packed_documents_are_as_if_each_were_alone(tmp_path):
     assert runs["dealt"] == pytest.approx(runs["zigzag"], abs=1e-5)
     result = runs["packed"]
     decoder = parallelize.build(TINY.model, TINY.seed, torch.device("cpu"))
-    alone = [torch.tensor(list((files / f"{i}").read_bytes()))[None] for i in range(3)]
-    losses = [decoder(x[:, :-1], labels_BT=x[:, 1:]) for x in alone]
+    documents = [torch.tensor(list((files / f"{i}").read_bytes()))[None] for i in range(3)]
+    losses = [decoder(x[:, :-1], labels_BT=x[:, 1:]) for x in documents]
     assert result == pytest.approx([torch.cat(losses, 1).mean().item()], abs=1e-5)
 
 

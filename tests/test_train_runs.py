@@ -271,21 +271,21 @@ def losses_after_auto(folder: Path) -> int:
 
 def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
     """Writing takes as long as it likes beside the training; the copies lie in memory that is kept."""
-    one = nn.Linear(64, 64)
-    optimizer = torch.optim.AdamW(one.parameters())
+    layer = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(layer.parameters())
     checkpoint.start_moments(optimizer)
     may, write = threading.Event(), stored.write_part
     monkeypatch.setattr(stored, "write_part", lambda *args: may.wait() and write(*args))
     with alone():
         checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
-        checkpoints.save(1, one, optimizer, {"model": {}, "sequences": 2})
+        checkpoints.save(1, layer, optimizer, {"model": {}, "sequences": 2})
         where = {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
         assert checkpoint.complete(checkpoints.folder) == []
-        before = one.weight.detach().clone()
+        before = layer.weight.detach().clone()
         with torch.no_grad():
-            one.weight.zero_()  # the training goes on
+            layer.weight.zero_()  # the training goes on
         may.set()
-        checkpoints.save(2, one, optimizer, {"model": {}, "sequences": 2})
+        checkpoints.save(2, layer, optimizer, {"model": {}, "sequences": 2})
         assert where == {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
         checkpoints.finish()
         for step, expected in ((1, before), (2, torch.zeros(64, 64))):

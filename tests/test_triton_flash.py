@@ -122,10 +122,10 @@ def truth_of(case: Case, where: Intervals, tensors: tuple[torch.Tensor, ...], ca
     q, k, v, dout = (x.double() for x in tensors)
     options = {"scale": case.D**-0.5, "softcap": case.softcap}
     part = carry
-    for one in where.families:
-        part = reference.attend(q, k, v, one, carry=part, **options)
+    for family in where.families:
+        part = reference.attend(q, k, v, family, carry=part, **options)
     delta = (part.out * dout).sum(-1)
-    each = [reference.attend_backward(q, k, v, one, dout, part.lse, delta, **options) for one in where.families]
+    each = [reference.attend_backward(q, k, v, family, dout, part.lse, delta, **options) for family in where.families]
     return part, [sum(grads) for grads in zip(*each, strict=True)]
 
 
@@ -252,7 +252,7 @@ def test_scores_of_ten_thousand_lose_no_digits_on_their_way_from_step_to_step() 
     torch.manual_seed(0)
     q, k, v = (torch.randint(-3, 4, (1, n, h, 16), device=DEVICE).float() / 2 for n, h in ((24, 2), (60, 1), (60, 1)))
     q[..., 0], k[..., 0], k[:, 45:, :, 0] = 1e4, 1.0, 1.0 + 2**-12
-    dout, scale, cuts = (
+    dout, scale, ranges = (
         torch.randn(1, 24, 2, 16, device=DEVICE),
         math.log(2),
         (slice(0, 20), slice(20, 40), slice(40, 60)),
@@ -267,10 +267,10 @@ def test_scores_of_ten_thousand_lose_no_digits_on_their_way_from_step_to_step() 
         *exact, where(60), dout.double(), truth.lse, row_delta_of(truth.out, dout), scale=scale
     )
     part = None
-    for cut in cuts:
-        part = attend(q, k[:, cut], v[:, cut], where(20), scale=scale, carry=part, table=SMALL)
+    for some in ranges:
+        part = attend(q, k[:, some], v[:, some], where(20), scale=scale, carry=part, table=SMALL)
     rows = dout, part.lse, row_delta(part.out, dout)
-    results = [attend_backward(q, k[:, c], v[:, c], where(20), *rows, scale=scale, table=SMALL) for c in cuts]
+    results = [attend_backward(q, k[:, c], v[:, c], where(20), *rows, scale=scale, table=SMALL) for c in ranges]
     dq, dk, dv = sum(x[0] for x in results), *(torch.cat([x[i] for x in results], 1) for i in (1, 2))
     for name, x, y in zip(("out", "dq", "dk", "dv"), (part.out, dq, dk, dv), (truth.out, *expected), strict=True):
         assert distance(x, y) <= 2e-6, name
@@ -392,7 +392,7 @@ def test_threads_compile_and_interpret_one_after_the_other() -> None:
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(len(calls)) as pool:
-            first, *others = [one.result() for one in [pool.submit(call) for call in calls]]
+            first, *others = [family.result() for family in [pool.submit(call) for call in calls]]
     finally:
         sys.setswitchinterval(before)
     assert all(torch.equal(first.out, other.out) for other in others)

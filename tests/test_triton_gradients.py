@@ -41,8 +41,8 @@ def test_rows_of_a_sum_are_not_copied_if_a_single_part_covers_them():
     total, results = Total(torch.empty(2, 9, 4, 8, dtype=torch.float16)), torch.randn(2, 5, 4, 8).half()
     total.add(results, rows=slice(2, 7))
     total.add(torch.ones(2, 2, 4, 8).half(), rows=slice(5, 7))
-    alone = total.rows_at(range(3, 5), torch.float16)
-    assert alone.data_ptr() == results[:, 1:].data_ptr() and torch.equal(alone, results[:, 1:3])
+    single = total.rows_at(range(3, 5), torch.float16)
+    assert single.data_ptr() == results[:, 1:].data_ptr() and torch.equal(single, results[:, 1:3])
     assert (total.rows_at(range(7, 9), torch.float16) == 0).all() and len(total.parts) == 2
     for at in (range(4, 6), range(1, 3)):  # of two parts; of one and of none
         expected = torch.cat(

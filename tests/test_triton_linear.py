@@ -240,19 +240,19 @@ def test_equals_the_recurrence_on_a_gpu(case: Case, dtype: str) -> None:
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits() -> None:
     """2^18 tokens, more than 2^31 numbers a tensor: a document at the end is what it is when it stands alone."""
-    T, H, K, alone = 2**18, 68, 128, 150
+    T, H, K, length = 2**18, 68, 128, 150
     assert T * H * K > 2**31
     q, k, v, dout = (torch.randn(1, T, H, K, dtype=torch.bfloat16, device=DEVICE) for _ in range(4))
     g = q.clone().abs_().neg_().mul_(0.1)
     begin = torch.zeros(1, T, dtype=torch.int32, device=DEVICE)
-    begin[:, -alone:] = T - alone
+    begin[:, -length:] = T - length
 
     def run(part: slice, begin: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         x = [t[:, part] for t in (q, k, v, g, dout)]
         results = found_by(Given(*x[:4], begin, None, x[4], None, K**-0.5))
-        return tuple(results[name][:, -alone:] for name in ("out", "dq", "dk", "dv", "dg"))
+        return tuple(results[name][:, -length:] for name in ("out", "dq", "dk", "dv", "dg"))
 
     torch.cuda.empty_cache()
     whole = run(slice(0, T), begin)
-    for results, truth in zip(whole, run(slice(T - alone, T), None), strict=True):
+    for results, truth in zip(whole, run(slice(T - length, T), None), strict=True):
         assert distance(results, truth.double()) <= 8e-3

@@ -170,9 +170,9 @@ def carried(kernel: TorchKernel, mask: str, dtype: torch.dtype) -> list[Partial]
     return outputs
 
 
-def same(parts: list[Partial]) -> bool:
+def same(partials: list[Partial]) -> bool:
     """To a rounding of the last bit: two kernels need not fuse the same multiplication with an addition."""
-    pairs = [(a, b) for i in (0, 1) for a, b in zip(parts[i], parts[i + 2], strict=True)]
+    pairs = [(a, b) for i in (0, 1) for a, b in zip(partials[i], partials[i + 2], strict=True)]
     ulp = {torch.bfloat16: 2.0**-7, torch.float32: 1e-6}
     return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=ulp[a.dtype], atol=1e-6) for a, b in pairs)
 
@@ -229,8 +229,8 @@ def test_gradients_are_right_whatever_the_size_of_dout_beside_that_of_the_lse(ca
         outputs = ra.attention(*mine, plan, return_lse=True)
         return [plan.unshard(x) for x in torch.autograd.grad(outputs, mine, [plan.shard(dout), plan.shard(dlse)])]
 
-    alone = [x.clone().requires_grad_() for x in leaves]
-    outputs = [torch.autograd.grad(ra.attention(*alone, return_lse=True), alone, [dout, dlse])]
+    single = [x.clone().requires_grad_() for x in leaves]
+    outputs = [torch.autograd.grad(ra.attention(*single, return_lse=True), single, [dout, dlse])]
     outputs += [run_ranks(one_rank, ring=2)[0], run_ranks(one_rank, ulysses=2)[0]]
     for grads in outputs:
         for name, a, b in zip(("dq", "dk", "dv"), grads, truth, strict=True):
@@ -299,15 +299,15 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(kernel: str
         grads = torch.autograd.grad(out, mine, dout)
         return [plan.unshard(x.detach()) for x in (out, lse, *grads)]
 
-    def found(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    def results_of(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         return results(tensors) if strategy == "one" else run_ranks(lambda mesh: results(tensors, mesh), ring=2)[0]
 
-    expected, t = found(clean), torch.arange(48)
+    expected, t = results_of(clean), torch.arange(48)
     before, after = t < 30, t >= 30
     for which, name in enumerate(("q", "k", "v", "dout")):
         tensors = [x.clone() for x in clean]
         tensors[which][:, 30] = bad
-        out, lse, dq, dk, dv = found(tuple(tensors))
+        out, lse, dq, dk, dv = results_of(tuple(tensors))
         others = t != 30
         mine = {"q": (others, others, others), "k": (before, before, before), "v": (before, before, before)}
         rows, lses, queries = mine.get(name, (t >= 0, t >= 0, others))

@@ -262,10 +262,10 @@ def sharded_steps(data_ranks: int, ring: int) -> tuple[list[float], list[np.ndar
     plan = planned(mesh)
     model = Small(plan, docs=None)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
-    for part in (*model.layers, model):
-        fully_shard(part, mesh=everyone)
-        part.set_force_sum_reduction_for_comms(True)
-        part.set_gradient_divide_factor(1.0)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=everyone)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
     along = axis(mesh, "data")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = data()
@@ -309,10 +309,10 @@ def test_autocast_runs_attention_in_its_dtype():
     x, _ = data()
     plain = Small()(x)
     with torch.autocast("cpu", torch.bfloat16):
-        alone = Small()(x)
+        single = Small()(x)
         q = torch.randn(1, T, 4, 8, requires_grad=True)
         out, lse = ra.attention(q, q, q, return_lse=True)
-    assert alone.dtype == torch.bfloat16 and out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert single.dtype == torch.bfloat16 and out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     out.float().sum().backward()
     assert q.grad.dtype == torch.float32
 
@@ -323,7 +323,7 @@ def test_autocast_runs_attention_in_its_dtype():
 
     for out in run_threads(each_rank, ring=2):
         assert out.dtype == torch.bfloat16
-        assert (out - plain).norm() <= 2 * (alone - plain).norm() + 1e-3
+        assert (out - plain).norm() <= 2 * (single - plain).norm() + 1e-3
 
 
 def test_results_may_be_written_into_as_torchs_may():
@@ -485,11 +485,11 @@ def test_a_compiled_function_takes_batches_and_lengths_as_they_come(function, dy
     """Without a plan, and nothing was called eagerly before; with one, any batch."""
     torch._dynamo.reset()
     plan, options = ra.plan(seq_len=24), {"fullgraph": True, "backend": "aot_eager", "dynamic": dynamic}
-    alone = torch.compile(lambda x: function(x, x, x), **options)
+    single = torch.compile(lambda x: function(x, x, x), **options)
     planned = torch.compile(lambda x: function(x, x, x, plan=plan), **options)
     for batch, length in ((1, 16), (2, 16), (3, 17), (3, 40)):
         x = torch.randn(batch, length, 2, 8, requires_grad=True)
-        (grad,) = torch.autograd.grad(alone(x).square().sum(), x)
+        (grad,) = torch.autograd.grad(single(x).square().sum(), x)
         torch.testing.assert_close(grad, torch.autograd.grad(function(x, x, x).square().sum(), x)[0])
         x = torch.randn(batch, 24, 2, 8)
         torch.testing.assert_close(planned(x), function(x, x, x, plan=plan))
