@@ -50,7 +50,7 @@ def test_in_pieces_is_the_same_model(name, padded, monkeypatch):
     expected = single(**given, use_cache=False).loss
     expected.backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         model = hf.prepare(hf.in_pieces(copies[mesh.rank]), mesh)
         model.gradient_checkpointing_enable(AGAIN)
         output = model.train()(**given)
@@ -59,7 +59,7 @@ def test_in_pieces_is_the_same_model(name, padded, monkeypatch):
             logits = hf.whole(model, model(**given).logits)
         return output.loss.detach(), output.logits is None, logits, gradients(model)
 
-    for loss, gone, logits, _ in (results := run(one, sequence=2)):
+    for loss, gone, logits, _ in (results := run(one_rank, sequence=2)):
         assert abs(loss - expected) < 2e-6 and gone == (name != "Gemma2") and logits.shape == (2, T, 64)
     for weight, gradient in gradients(single).items():
         torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)

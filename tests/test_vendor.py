@@ -119,9 +119,9 @@ def run(
     grads = reference.attend_backward(*exact[:3], where, exact[3], truth.lse, delta, **options)
     rows = (dout, truth.lse.to(result.lse.dtype), delta.to(result.lse.dtype))
     given = kernel.attend_backward(q, k, v, where, *rows, **options)
-    alone = (exact[3] * truth.out).sum(-1)  # of out alone, which is handed on as it is
+    row_sums = (exact[3] * truth.out).sum(-1)  # of out alone, which is handed on as it is
     by_out = kernel.attend_backward(q, k, v, where, *rows[:2], None, out=result.out.to(dtype), **options)
-    grads += reference.attend_backward(*exact[:3], where, exact[3], truth.lse, alone, **options)
+    grads += reference.attend_backward(*exact[:3], where, exact[3], truth.lse, row_sums, **options)
     real = truth.lse != NEVER
     assert (result.lse[~real] == NEVER).all() and (result.out[~real] == 0).all()
     named = {"out": (result.out, truth.out), "lse": (result.lse[real], truth.lse[real])}
