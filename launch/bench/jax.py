@@ -66,7 +66,7 @@ def run(options: Options) -> Iterator[Row]:
         tokens = case.tokens
         share = 1 if case.plain else ranks
         less = case_of(mask, round(tokens / ranks**0.5)) if share < ranks else case
-        alone = measured(options, ra.plan(single, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
+        floor = measured(options, ra.plan(single, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
         for layout in options.layout:
             plan = ra.plan(mesh, seq_len=tokens, strategy=options.strategy, layout=layout, **case.asked, **how)
             off = error(options, plan.for_length(2048), case_of(mask, 2048)) if options.check else None
@@ -76,7 +76,7 @@ def run(options: Options) -> Iterator[Row]:
                     "suite": "jax", "jax": version("jax"), "devices": devices[0].device_kind, **asdict(options),
                     "tokens": tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
                     "kernel": kernel_of(plan), "mode": mode, "ms": ms, "tflops": flops / ms / 1e9,
-                    "alone": share * flops / alone[mode] / 1e9, "ratio": alone[mode] / share / ms, "error": off,
+                    "alone": share * flops / floor[mode] / 1e9, "ratio": floor[mode] / share / ms, "error": off,
                 }  # fmt: skip
 
 

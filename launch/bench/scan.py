@@ -50,8 +50,8 @@ def measured(options: Options) -> Iterator[Row]:
         ring=processes_of(options) // options.ulysses, ulysses=options.ulysses, device_type=options.device
     )
     for tokens in options.tokens:
-        alone = calls(options, ra.plan(seq_len=tokens), "auto")
-        floors = {mode: median_ms(call, options.repeats) for mode, call in alone.items()}
+        single = calls(options, ra.plan(seq_len=tokens), "auto")
+        floors = {mode: median_ms(call, options.repeats) for mode, call in single.items()}
         for layout in options.layout:
             plan = folded(ra.plan(mesh, seq_len=tokens * options.ranks, layout=layout), ring)
             for scan in options.scan:

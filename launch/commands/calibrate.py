@@ -121,8 +121,8 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    first, place = rank // among * among, rank % among
-    after, before = first + (place + shift) % among, first + (place - shift) % among
+    first, index = rank // among * among, rank % among
+    after, before = first + (index + shift) % among, first + (index - shift) % among
 
     def moved(nbytes: int) -> float:
         out = torch.zeros(nbytes, dtype=torch.uint8, device=device)
