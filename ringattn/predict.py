@@ -187,7 +187,8 @@ def one_pass(
     if plan.strategy == "gather" and ring > 1:
         local = max(1, min(gpus // ulysses, ring))
         block = plan.keys.tokens.shard_len * token_bytes
-        swap_near, swap_far = (ring - 1) * block, (ring - local) * block / local
+        across = (ring - 1) / local if local < ring else 0.0  # blocks go round a ring of all ranks, over all links
+        swap_near, swap_far = (ring - 1) * block, across * block
         seconds = float(work.sum(1).max())
     else:
         near, far = steps.near * token_bytes, steps.far * token_bytes
