@@ -16,6 +16,8 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ringattn.values import Value, fields
 
 SHIPPED = Path(__file__).parent / "machines"
@@ -32,9 +34,9 @@ class Link(Value):
     latency: float
     sharing: int = 1
 
-    def transfer(self, nbytes: Any, senders: int = 1) -> Any:
+    def transfer(self, nbytes: Any, senders: Any = 1) -> Any:
         """Seconds, without the latency, while so many GPUs of the host send."""
-        return nbytes * (min(senders, self.sharing) / self.bandwidth)
+        return nbytes * (np.minimum(senders, self.sharing) / self.bandwidth)
 
 
 class Machine(Value):
