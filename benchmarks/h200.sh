@@ -19,7 +19,7 @@ bench() { python3 -m ringattn bench "$1" out="$OUT/$name.jsonl" "${@:2}"; }
 
 # one GPU
 kernels() { bench kernels; }
-auto() { bench auto bursts=true; } # with FlashAttention-4 installed, and again without it
+auto() { bench auto; } # with FlashAttention-4 installed, and again without it
 linear() { # beside flash-linear-attention, if it is installed
     bench linear cases=errors gate_dtype=float32
     bench linear # flash-linear-attention tries its kernels out for a minute or two

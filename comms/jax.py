@@ -198,15 +198,15 @@ def init_mesh(
 
 def split(mesh: Mesh | AbstractMesh, name: str, sizes: dict[str, int]) -> Mesh | AbstractMesh:
     """The mesh with one axis cut into several, the last one innermost; devices keep their order."""
-    cut = split_sizes(mesh.shape, name, sizes)
+    split_axes = split_sizes(mesh.shape, name, sizes)
     kinds = [
         kind
         for old, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         for _ in (sizes if old == name else (old,))
     ]
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(tuple(cut.values()), tuple(cut), axis_types=tuple(kinds))
-    return Mesh(mesh.devices.reshape(tuple(cut.values())), tuple(cut), axis_types=tuple(kinds))
+        return AbstractMesh(tuple(split_axes.values()), tuple(split_axes), axis_types=tuple(kinds))
+    return Mesh(mesh.devices.reshape(tuple(split_axes.values())), tuple(split_axes), axis_types=tuple(kinds))
 
 
 def axes(mesh: Mesh | AbstractMesh, names: Mapping[str, tuple[str, ...]] | None = None) -> tuple[MeshAxis, MeshAxis]:

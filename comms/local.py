@@ -133,8 +133,8 @@ class LocalMesh:
     def axis(self, name: str) -> Any:
         if name not in self.made:
             group = (self.axis_names, *(c for n, c in self.coordinates.items() if n != name))
-            place = self.sizes[name], self.coordinates[name]
-            self.made[name] = LocalAxis(self.board, name, group, *place, self.hosts)
+            of_axis = self.sizes[name], self.coordinates[name]
+            self.made[name] = LocalAxis(self.board, name, group, *of_axis, self.hosts)
         return self.made[name]
 
     def check_finished(self) -> None:
@@ -149,8 +149,8 @@ class LocalMesh:
         """The same ranks with axis `name` cut into these axes, the last one innermost."""
         key = (name, *sizes.items())
         if key not in self.made:
-            cut = split_sizes(self.sizes, name, sizes)
-            self.made[key] = LocalMesh(self.board, cut, self.rank, self.device_type, self.hosts)
+            split_axes = split_sizes(self.sizes, name, sizes)
+            self.made[key] = LocalMesh(self.board, split_axes, self.rank, self.device_type, self.hosts)
         return self.made[key]
 
 

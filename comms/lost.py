@@ -37,13 +37,13 @@ def unless_ended(report: Callable[..., str]) -> Callable[..., str]:
     """The report of a message, or the message's useful part if another thread has ended the group, as Ray does."""
 
     @wraps(report)
-    def found(*given: Any) -> str:
+    def unless(*given: Any) -> str:
         try:
             return report(*given)
         except ValueError:
             return reason(given[-1])
 
-    return found
+    return unless
 
 
 class Lost(NamedTuple):

@@ -122,4 +122,4 @@ def runs_of(x: Tensor) -> list[tuple[int, int]]:
     """The (address, bytes) of the contiguous runs of a tensor, in order."""
     if x.is_contiguous():
         return [(x.data_ptr(), x.nbytes)] if x.nbytes else []
-    return [run for part in x for run in runs_of(part)]
+    return [run for each in x for run in runs_of(each)]

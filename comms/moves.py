@@ -37,26 +37,26 @@ class Moves:
         return self.move(out, into, what)
 
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
-        pieces = as_stored(x).chunk(self.size, split)
-        result = self.room(pieces[self.rank], join)
-        places = result.chunk(self.size, join)
-        pending = self.move(self.others(pieces), self.others(places), what="all_to_all")
-        places[self.rank].copy_(pieces[self.rank])
+        chunks = as_stored(x).chunk(self.size, split)
+        result = self.room(chunks[self.rank], join)
+        into = result.chunk(self.size, join)
+        pending = self.move(self.others(chunks), self.others(into), what="all_to_all")
+        into[self.rank].copy_(chunks[self.rank])
         return Then(pending, lambda _: result)
 
     def all_gather(self, x: Tensor, dim: int = 0, what: str = "all_gather") -> Pending:
         x = as_stored(x)
         result = self.room(x, dim)
-        places, mine = result.chunk(self.size, dim), [x]  # the same list for all ranks, so that it is packed once
+        into, mine = result.chunk(self.size, dim), [x]  # the same list for all ranks, so that it is packed once
         out = {rank: mine for rank in range(self.size) if rank != self.rank}
-        pending = self.move(out, self.others(places), what=what)
-        places[self.rank].copy_(x)
+        pending = self.move(out, self.others(into), what=what)
+        into[self.rank].copy_(x)
         return Then(pending, lambda _: result)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
-        pieces = [piece.contiguous() for piece in as_stored(x).chunk(self.size, dim)]
-        arriving = [piece if r == self.rank else torch.empty_like(piece) for r, piece in enumerate(pieces)]
-        pending = self.move(self.others(pieces), self.others(arriving), what="reduce_scatter")
+        chunks = [chunk.contiguous() for chunk in as_stored(x).chunk(self.size, dim)]
+        arriving = [chunk if r == self.rank else torch.empty_like(chunk) for r, chunk in enumerate(chunks)]
+        pending = self.move(self.others(chunks), self.others(arriving), what="reduce_scatter")
         return Then(pending, lambda _: torch.stack(arriving).sum(0))
 
     def over(self, transport: str) -> Any:

@@ -114,12 +114,12 @@ class ProcessGroupAxis(Moves):
             outgoing = [(rank, packed[id(x)]) for rank, x in leaving]
             arriving = [(rank, x, whole(x)) for rank, tensors in into.items() for x in tensors]
             ops = [dist.P2POp(dist.isend, x, self.peer(rank), group) for rank, x in outgoing]
-            ops += [dist.P2POp(dist.irecv, place, self.peer(rank), group) for rank, _, place in arriving]
+            ops += [dist.P2POp(dist.irecv, room, self.peer(rank), group) for rank, _, room in arriving]
             peers = [rank for rank, _ in outgoing] + [rank for rank, _, _ in arriving]
             lost = Lost(self, [[rank] for rank in peers] if self.one_by_one else [peers], what)
             works = self.started(ops, lost)
         self.sent += sum(x.nbytes for _, x in outgoing)
-        parted = [(x, place) for _, x, place in arriving if place is not x]
+        parted = [(x, room) for _, x, room in arriving if room is not x]
         return Then(Works(works, parted, (out, outgoing), lost), unpack)
 
     def started(self, ops: list[dist.P2POp], lost: Lost) -> list[Any]:
@@ -169,11 +169,11 @@ class CollectiveAxis(ProcessGroupAxis):
         return ()
 
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
-        pieces = torch.stack(as_stored(x).chunk(self.size, split))
-        arrived = torch.empty_like(pieces)
-        self.sent += pieces.nbytes // self.size * (self.size - 1)
-        together = self.collective("all_to_all", dist.all_to_all_single, arrived, pieces)
-        return Then(together, lambda pieces: torch.cat(pieces.unbind(0), join))
+        chunks = torch.stack(as_stored(x).chunk(self.size, split))
+        arrived = torch.empty_like(chunks)
+        self.sent += chunks.nbytes // self.size * (self.size - 1)
+        together = self.collective("all_to_all", dist.all_to_all_single, arrived, chunks)
+        return Then(together, lambda chunks: torch.cat(chunks.unbind(0), join))
 
     def all_gather(self, x: Tensor, dim: int = 0, what: str = "all_gather") -> Pending:
         x = as_stored(x).contiguous()
@@ -183,10 +183,10 @@ class CollectiveAxis(ProcessGroupAxis):
         return Then(together, lambda _: arrived.flatten(0, 1) if dim == 0 else torch.cat(arrived.unbind(0), dim))
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
-        pieces = torch.stack(as_stored(x).chunk(self.size, dim))
-        mine = torch.empty_like(pieces[0])
-        self.sent += pieces.nbytes // self.size * (self.size - 1)
-        return self.collective("reduce_scatter", reduce_scatter_single, mine, pieces.flatten(0, 1))
+        chunks = torch.stack(as_stored(x).chunk(self.size, dim))
+        mine = torch.empty_like(chunks[0])
+        self.sent += chunks.nbytes // self.size * (self.size - 1)
+        return self.collective("reduce_scatter", reduce_scatter_single, mine, chunks.flatten(0, 1))
 
     def collective(self, what: str, call: Callable[..., Any], result: Tensor, x: Tensor) -> Pending:
         """Start one of torch's collectives, which writes `result`."""
@@ -228,10 +228,10 @@ def hosts_of(group: dist.ProcessGroup) -> int:
     if group not in HOSTS:
         boot = Path("/proc/sys/kernel/random/boot_id")
         names = messages.gather([socket.gethostname(), boot.read_text() if boot.exists() else ""], group)
-        places = [names.index(name) for name in names]
-        hosts = len({*places})
+        numbers = [names.index(name) for name in names]
+        hosts = len({*numbers})
         size = len(names) // hosts
-        HOSTS[group] = hosts if places == [i // size * size for i in range(len(names))] else 0
+        HOSTS[group] = hosts if numbers == [i // size * size for i in range(len(names))] else 0
     count: int = HOSTS[group]
     return count
 

@@ -81,13 +81,13 @@ def compose(words: tuple[str, ...], folder: Path | None) -> Train:
 
     def own(composed: DictConfig) -> dict[str, Any]:
         """Hydra's own settings, except what it notes there about these very words."""
-        found: Any = OmegaConf.to_container(composed.hydra)
-        found["job"].pop("override_dirname")
-        return {k: v for k, v in found.items() if k not in ("overrides", "runtime", "searchpath")}
+        settings: Any = OmegaConf.to_container(composed.hydra)
+        settings["job"].pop("override_dirname")
+        return {k: v for k, v in settings.items() if k not in ("overrides", "runtime", "searchpath")}
 
-    place = [] if folder is None else [f"hydra.searchpath=[{quoted(f'file://{folder.resolve()}')}]"]
-    result = hydra.compose("config", [*place, *words], return_hydra_config=True)
-    usual = own(hydra.compose("config", place, return_hydra_config=True))
+    own_files = [] if folder is None else [f"hydra.searchpath=[{quoted(f'file://{folder.resolve()}')}]"]
+    result = hydra.compose("config", [*own_files, *words], return_hydra_config=True)
+    usual = own(hydra.compose("config", own_files, return_hydra_config=True))
     for name, value in own(result).items():
         if value != usual.get(name):
             raise ValueError(f"hydra.{name}: {NOT_HYDRA}")
@@ -146,8 +146,8 @@ def values_of(word: str, parser: Any, multirun: bool) -> list[str]:
 
 def explain(error: Exception) -> str:
     """What Hydra, OmegaConf or YAML means, in one sentence: where it is, and the nearest name that would do."""
-    place = re.match(r"In '([^']+)': ", str(error))
-    where = f"{place[1]}.yaml: " if place and place[1] != "config" else ""
+    at = re.match(r"In '([^']+)': ", str(error))
+    where = f"{at[1]}.yaml: " if at and at[1] != "config" else ""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: {error.problem or error.context}"

@@ -45,19 +45,19 @@ def meaning(field: dataclasses.Field[Any]) -> str:
 def allow(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     """A ValueError for a value, or an element of a list, that the field does not allow."""
     least, below, among = (field.metadata.get(n) for n in ("least", "below", "among"))
-    for one in value if isinstance(value, list | tuple) else [value]:
-        if among and one is not None and one not in among:
-            raise ValueError(f"{name}={one}: choose one of {', '.join(among)}{nearest(str(one), among)}")
-        if isinstance(one, bool) or not isinstance(one, int | float):
+    for each in value if isinstance(value, list | tuple) else [value]:
+        if among and each is not None and each not in among:
+            raise ValueError(f"{name}={each}: choose one of {', '.join(among)}{nearest(str(each), among)}")
+        if isinstance(each, bool) or not isinstance(each, int | float):
             continue
-        if not math.isfinite(one):
-            raise ValueError(f"{name}={one}: must be a number, and finite")
-        if least is None and default_of(field) != 0 and one <= 0:
-            raise ValueError(f"{name}={one}: must be above 0")
-        if one < (least or 0):
-            raise ValueError(f"{name}={one}: must be {least or 0} or above")
-        if below is not None and one >= below:
-            raise ValueError(f"{name}={one}: must be below {below}")
+        if not math.isfinite(each):
+            raise ValueError(f"{name}={each}: must be a number, and finite")
+        if least is None and default_of(field) != 0 and each <= 0:
+            raise ValueError(f"{name}={each}: must be above 0")
+        if each < (least or 0):
+            raise ValueError(f"{name}={each}: must be {least or 0} or above")
+        if below is not None and each >= below:
+            raise ValueError(f"{name}={each}: must be below {below}")
 
 
 def expected(hint: Any) -> str:

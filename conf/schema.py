@@ -158,8 +158,8 @@ def every_key(kind: type = Train, prefix: str = "") -> Iterator[tuple[str, datac
 
 def get(config: Train, name: str) -> Any:
     value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
+    for key in name.split("."):
+        value = getattr(value, key)
     return value
 
 
@@ -230,16 +230,16 @@ def explain() -> str:
 
 def files(group: str, folder: Path | None = None) -> list[str]:
     """What a group offers: our files, and those of the folder."""
-    places = [Path(__file__).parent, *([folder] if folder else [])]
-    return sorted({p.stem for place in places for p in (place / group).glob("*.yaml")})
+    folders = [Path(__file__).parent, *([folder] if folder else [])]
+    return sorted({p.stem for each in folders for p in (each / group).glob("*.yaml")})
 
 
 def choices(own: Path | None = None) -> str:
     """Every group with its files, also those of a folder of the user's, and what their first line says."""
     lines = []
     for group in GROUPS:
-        places = [Path(__file__).parent / group / f"{name}.yaml" for name in files(group)]
-        for path in [*places, *(sorted((own / group).glob("*.yaml")) if own else [])]:
+        paths = [Path(__file__).parent / group / f"{name}.yaml" for name in files(group)]
+        for path in [*paths, *(sorted((own / group).glob("*.yaml")) if own else [])]:
             text = path.read_text().splitlines()
             about = next((line[2:] for line in text if line.startswith("# ") and "@package" not in line), str(path))
             lines.append(f"  {f'{group}={path.stem}':<28} {about}")

@@ -217,16 +217,16 @@ def tree(spec: AttentionSpec, starts: Row, parents: Row) -> Bands:
     """The bands of a row of segments: each is a document whose keys are all tokens of its branch."""
     depth, branches = depths(starts, parents), branches_of(starts, parents)
     counts = np.array([len(branch) for branch in branches])
-    pieces = np.array(list(chain.from_iterable(branches)), np.int64).reshape(-1, 3)  # of all branches
-    marks = np.repeat(np.arange(len(branches)), counts), pieces[:, 0]
+    rows = np.array(list(chain.from_iterable(branches)), np.int64).reshape(-1, 3)  # of all branches
+    marks = np.repeat(np.arange(len(branches)), counts), rows[:, 0]
     of_each = documents(spec, starts, 0 * depth, depth + np.diff(starts), depth - starts[:-1], None, marks)
     many = []
     for bands in of_each:
         i = np.searchsorted(starts, bands.start, "right") - 1
         first = bands.some(np.repeat(np.arange(len(i)), counts[i]))
-        low, place, size = pieces[within(counts[i]) + np.repeat((np.cumsum(counts) - counts)[i], counts[i])].T
+        low, at, size = rows[within(counts[i]) + np.repeat((np.cumsum(counts) - counts)[i], counts[i])].T
         sides = (first.begin, first.end, first.last_begin, first.last_end)
-        begin, end, last_begin, last_end = (x.clip(low, low + size) - low + place for x in sides)
+        begin, end, last_begin, last_end = (x.clip(low, low + size) - low + at for x in sides)
         many.append(between(first.start, first.stop, (begin, end), (last_begin, last_end)))
     return continued(joined(many))
 

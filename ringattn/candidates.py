@@ -1,16 +1,18 @@
 """The candidates of a plan: every legal strategy, split, layout and route, with its kernel and what it takes."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ringattn import kernels
-from ringattn.cost import Shape, kv_heads_of_a_rank
+from ringattn.cost import Shape
 from ringattn.explain import Option
 from ringattn.kernels.rates import key_of
 from ringattn.machine import ITEMS, Machine
+from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.predict import Rates, predict
-from ringattn.recipe import kind_of
+from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.transport import Transport
 
@@ -79,9 +81,15 @@ def compared(asked: Asked) -> tuple[Option, ...]:
 def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[str, Rates]:
     """The kernel that would run for a problem, forward and backward, and its rates on the machine."""
     names = [chosen(problem, plan, backward) for backward in (False, True)]
-    rates = [rate_of(name, problem, machine, backward) for backward, name in zip((False, True), names, strict=True)]
+
+    def rates(mask: str) -> tuple[float, float]:
+        each = replace(problem, mask=mask)
+        forward, backward = (rate_of(name, each, machine, i > 0) for i, name in enumerate(names))
+        return forward, backward
+
     narrow = names[1] in kernels.BY_NAME and kernels.BY_NAME[names[1]].narrow
-    return names[0], Rates(rates[0], rates[1], narrow, names[1])
+    by_keys = None if problem.rectangles or problem.mask == "packed" else (rates("short"), rates("long"))
+    return names[0], Rates(*rates(problem.mask), narrow, names[1], by_keys)
 
 
 def chosen(problem: kernels.Problem, plan: Plan, backward: bool) -> str:
@@ -204,17 +212,6 @@ def problem_of(
 ) -> kernels.Problem:
     """The problem of one rank, as far as a plan knows it."""
     whole = spec.window is None and spec.chunk is None and docs is None  # stripes may still make too many rectangles
-    return kernels.Problem(
-        device=plan.device,
-        dtype=dtype,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        heads=shape.heads // plan.ulysses,
-        kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
-        softcap=spec.softcap is not None,
-        rectangles=whole,
-        mask=kind_of(spec, (shape.seq_len, shape.key_len), docs, None, alone=plan.ring == 1),
-        arch=(arch[0], arch[1]) if arch else None,
-        deterministic=plan.deterministic,
-        rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
-    )
+    gpu = (arch[0], arch[1]) if arch else None
+    mask = Mask(plan, spec, docs)
+    return Recipe(mask, shape, plan.device, dtype, gpu, deterministic=plan.deterministic).problem(whole)

@@ -160,8 +160,8 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
     else:
         raise ValueError(f"mesh={mesh!r} is of type {type(mesh).__name__}; make one with ringattn.init_mesh(ring=...)")
     names = tuple(meshes.axis_names(mesh))
-    found = roles(named, names, framework)
-    cuts = (found.get("batch", ()), found.get("heads", ())) if {"batch", "heads"} & set(found) else None
+    given = roles(named, names, framework)
+    cuts = (given.get("batch", ()), given.get("heads", ())) if {"batch", "heads"} & set(given) else None
 
     def ranks(of: Any, names: Mapping[str, tuple[str, ...]]) -> Ranks:
         """All plans of a mesh share their ranks, so that the limits of the caches hold for all of them together."""
@@ -170,26 +170,26 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
         if how not in kept:
             ring, ulysses = axes(of, names)
             kept[how] = Ranks(ring, ulysses, framework, device, cuts=cuts)
-        found: Ranks = kept[how]
-        return found
+        given: Ranks = kept[how]
+        return given
 
-    if "sequence" in found:
-        (line,) = found["sequence"]
+    if "sequence" in given:
+        (line,) = given["sequence"]
 
         def bind(ring: int, ulysses: int) -> Ranks:
             split = meshes.split(mesh, line, {"ring": ring, "ulysses": ulysses})
-            return ranks(split, {**found, "ring": ("ring",), "ulysses": ("ulysses",)})
+            return ranks(split, {**given, "ring": ("ring",), "ulysses": ("ulysses",)})
 
         size = meshes.axis_size(mesh, line)
         hosts = meshes.hosts_along(mesh, line) if framework == "torch" else 0
         return Target(device, factored(size), bind, framework, size // hosts if hosts else None, chip=chip)
-    if not {"ring", "ulysses"} & set(found):
+    if not {"ring", "ulysses"} & set(given):
         raise ValueError(
             f"the mesh has axes {names or '()'}; a plan needs 'ring' and/or 'ulysses', or 'sequence' to be factored "
             f"(ringattn{'.jax' if framework == 'jax' else ''}.init_mesh names them, or axes={{'ring': ...}} here)"
         )
-    ring, ulysses = (prod(meshes.axis_size(mesh, name) for name in found.get(r, ())) for r in ("ring", "ulysses"))
-    bound = ranks(mesh, found)
+    ring, ulysses = (prod(meshes.axis_size(mesh, name) for name in given.get(r, ())) for r in ("ring", "ulysses"))
+    bound = ranks(mesh, given)
     hosts = getattr(bound.ring, "hosts", 0)
     gpus = ring * ulysses // hosts if hosts else None
     return Target(device, [(ring, ulysses)], lambda *sizes: bound, framework, gpus, chip=chip)

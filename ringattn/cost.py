@@ -84,11 +84,11 @@ def keys_below(
         number, keys = times * n, times * (n * (low - table.starts[piece]) + n * (n - 1) // 2)
         lengths = table.stops - table.starts
     size = len(table.starts)
-    within, cut = (np.bincount(row * size + piece, x, rows * size).reshape(rows, size) for x in (number, keys))
-    found = lengths * (within.sum(1, keepdims=True) - within.cumsum(1)) + cut  # whole pieces, and parts of one
+    within, inside = (np.bincount(row * size + piece, x, rows * size).reshape(rows, size) for x in (number, keys))
+    below = lengths * (within.sum(1, keepdims=True) - within.cumsum(1)) + inside  # whole pieces, and parts of one
     order = np.argsort(table.owners, kind="stable")
     return every + np.add.reduceat(
-        found[:, order], np.searchsorted(table.owners[order], np.arange(layout.ring)), axis=1
+        below[:, order], np.searchsorted(table.owners[order], np.arange(layout.ring)), axis=1
     )
 
 

@@ -16,6 +16,8 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ringattn.values import Value, fields
 
 SHIPPED = Path(__file__).parent / "machines"
@@ -32,9 +34,9 @@ class Link(Value):
     latency: float
     sharing: int = 1
 
-    def transfer(self, nbytes: Any, senders: int = 1) -> Any:
+    def transfer(self, nbytes: Any, senders: Any = 1) -> Any:
         """Seconds, without the latency, while so many GPUs of the host send."""
-        return nbytes * (min(senders, self.sharing) / self.bandwidth)
+        return nbytes * (np.minimum(senders, self.sharing) / self.bandwidth)
 
 
 class Machine(Value):
@@ -45,6 +47,7 @@ class Machine(Value):
     half       queries x heads of a rank with which a kernel reaches half of its rate, forward and backward
     launch     seconds that a step takes beside its work, forward and backward
     start      seconds until a single call computes, forward and backward; calls in a row hide them
+    least      seconds that a single call over ranks takes at least, forward and backward: the host launches it
     exchange   seconds that the host takes for the transfers of a pass which nothing hides: heads, or all keys
     room       the most bytes of keys that a step brings at once: few large steps fill a GPU better than many small ones
     products   TFLOP/s of the matrix products of a model's other layers
@@ -67,6 +70,7 @@ class Machine(Value):
     half: tuple[float, ...] = (0.0, 0.0)
     launch: tuple[float, ...] = (0.0, 0.0)
     start: tuple[float, ...] = (0.0, 0.0)
+    least: tuple[float, ...] = (0.0, 0.0)
     exchange: tuple[float, ...] = (0.0, 0.0)
     room: float = 0.0
     group: tuple[float, ...] = (0.0, 0.0)
@@ -78,6 +82,10 @@ class Machine(Value):
         if row is None:
             raise ValueError(f"machine {self.name}: no rate for any of {', '.join(keys)}; add one under [rates]")
         return row[0] * 1e12, row[1] * 1e12
+
+    def single(self, seconds: float, back: bool) -> float:
+        """Seconds of a single pass over ranks that takes so many among others."""
+        return max(seconds + self.start[back], self.least[back])
 
     def flops(self, itemsize: int) -> float:
         """Flops a second of attention forward on numbers of so many bytes, whichever kernel runs."""
@@ -108,7 +116,7 @@ TABLES = ("inside", "between", "rates")
 LIMITS = {  # the least and the most that is plausible; both are given in the error
     "gpus": (1, 65536), "memory": (2**26, 2**46), "bandwidth": (1e8, 1e15), "products": (1e-4, 1e6),
     "half": (0, 1e9), "launch": (0, 1.0), "room": (0, 2**46), "latency": (0, 10.0), "sharing": (1, 4096),
-    "start": (0, 10.0), "exchange": (0, 10.0), "row": (1e-5, 1e5), "arch": (0, 1000),
+    "start": (0, 10.0), "least": (0, 10.0), "exchange": (0, 10.0), "row": (1e-5, 1e5), "arch": (0, 1000),
     "group": (0, 1e14),
 }  # fmt: skip
 LINK_LIMITS = LIMITS | {"bandwidth": (1e3, 1e14)}
@@ -142,7 +150,7 @@ def value_of(value: Any, name: str, where: str, limits: Mapping[str, Any]) -> An
         if isinstance(x, bool) or not isinstance(x, int if whole else (int, float)) or not low <= x <= high:
             raise ValueError(f"{where}: {name}={value!r}: expected {'a whole number' if whole else 'a number'} "
                              f"from {low:g} to {high:g}")  # fmt: skip
-    pairs = {"half": 2, "launch": 2, "start": 2, "exchange": 2, "row": 2, "arch": 2, "group": 2}.get(name)
+    pairs = {"half": 2, "launch": 2, "start": 2, "least": 2, "exchange": 2, "row": 2, "arch": 2, "group": 2}.get(name)
     if isinstance(value, list) != (pairs is not None) or (pairs is not None and len(numbers) != pairs):
         raise ValueError(f"{where}: {name}={value!r}: expected {'two numbers' if pairs else 'one number'}")
     return numbers if pairs else value

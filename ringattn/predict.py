@@ -10,8 +10,8 @@ Plain numpy: milliseconds for a thousand ranks, the same on every rank. Of a lar
 """
 
 from functools import lru_cache
-from math import gcd
-from typing import NamedTuple
+from math import gcd, log
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ringattn.spec import AttentionSpec, Docs
 EXACT, SOME = 64, 12  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
 MEASURED = 2**20  # queries x heads of the calls whose rates are measured
 BACKWARD = 2.5  # times the flops of forward
+KEYS = 602, 4096  # a query: of the mask by which rates with few keys are measured, and of windows that lose nothing
 
 
 class Course(NamedTuple):
@@ -78,6 +79,17 @@ class Rates(NamedTuple):
     backward: float
     narrow: bool = False
     kernel: str = ""
+    by_keys: tuple[tuple[float, float], tuple[float, float]] | None = (
+        None  # the same with few and with many keys a query
+    )
+
+    def of(self, back: bool, spec: AttentionSpec, keys: float) -> float:
+        """That of queries which see so many keys; with a window between the rates of few and of many."""
+        if self.by_keys is None or spec.window is None:
+            return (self.forward, self.backward)[back]
+        few, many = (each[back] for each in self.by_keys)
+        share = log(max(keys, 1) / KEYS[0]) / log(KEYS[1] / KEYS[0])
+        return few + min(1.0, max(0.0, share)) * (many - few)
 
 
 class Spread(NamedTuple):
@@ -141,13 +153,28 @@ def course(spread: Spread, together: int) -> Course:
     return Course(ranks, work, inside, across, sender[:, starts], passed[starts])
 
 
-def arrivals(steps: Course, machine: Machine, token_bytes: float, sending: int) -> np.ndarray:
-    """[rank, step]: when the keys of a step are there, if a token has so many bytes and so many GPUs of a host send.
+def senders(steps: Course, tokens: np.ndarray, ulysses: int, gpus: int) -> np.ndarray:
+    """[rank, step]: how many GPUs of the host from which its keys come send at that step."""
+    host = steps.sender * ulysses // gpus
+    count = np.zeros((int(host.max()) + 1, tokens.shape[1]), int)
+    cell = host, np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    np.add.at(count, cell, ulysses * (tokens > 0))
+    return count[cell]
 
-    Transfers from owners follow each other on a link. A block that is passed on waits for the slowest hop before it.
+
+def arrivals(steps: Course, machine: Machine, token_bytes: float, plan: Plan) -> np.ndarray:
+    """[rank, step]: when the keys of a step are there, if a token has so many bytes.
+
+    Transfers from owners follow each other on a link, which the GPUs of a host that send may share. A block that is
+    passed on waits for the slowest hop before it.
     """
-    near, far, some = steps.near * token_bytes, steps.far * token_bytes, steps.near + steps.far > 0
-    near_time, far_time = machine.inside.transfer(near, sending), machine.between.transfer(far, sending)
+    some, gpus, times = steps.near + steps.far > 0, machine.gpus, []
+    for link, tokens in ((machine.inside, steps.near), (machine.between, steps.far)):
+        sending: Any = min(gpus, plan.ring * plan.ulysses)
+        if link.sharing > 1 and len(steps.ranks) == plan.ring:
+            sending = senders(steps, tokens, plan.ulysses, gpus)
+        times.append(link.transfer(tokens * token_bytes, sending))
+    near_time, far_time = times
     late = np.where(steps.far > 0, machine.between.latency, machine.inside.latency) * some
     onward = (near_time + far_time + late)[:, steps.passed].max(0)
     near_time[:, steps.passed], far_time[:, steps.passed], late[:, steps.passed] = 0, onward, 0
@@ -175,11 +202,12 @@ def one_pass(
     if plan.strategy == "gather" and ring > 1:
         local = max(1, min(gpus // ulysses, ring))
         block = plan.keys.tokens.shard_len * token_bytes
-        swap_near, swap_far = (ring - 1) * block, (ring - local) * block / local
+        across = (ring - 1) / local if local < ring else 0.0  # blocks go round a ring of all ranks, over all links
+        swap_near, swap_far = (ring - 1) * block, across * block
         seconds = float(work.sum(1).max())
     else:
         near, far = steps.near * token_bytes, steps.far * token_bytes
-        seconds = finished(steps, arrivals(steps, machine, token_bytes, sending), work)
+        seconds = finished(steps, arrivals(steps, machine, token_bytes, plan), work)
         within, between = float(near.sum(1).max()), float(far.sum(1).max())
     if ulysses > 1:
         here = gcd(ulysses, gpus)
@@ -212,10 +240,11 @@ def predict(
     one = plan.tokens.by_document
     steps = course(spread, 1 if one else min(room, plan.ring))
     back = steps if one or min(less, plan.ring) == min(room, plan.ring) else course(spread, less)
-    forward = one_pass(plan, shape, steps, machine, rates.forward, shape.flops_a_pair, out, False)
-    flops = BACKWARD * shape.flops_a_pair
-    backward = one_pass(plan, shape, back, machine, rates.backward, flops, out * (1 + grads), True)
     whole = steps.pairs.sum(1)
+    rate = [rates.of(backward, spec, whole.mean() / plan.tokens.shard_len) for backward in (False, True)]
+    forward = one_pass(plan, shape, steps, machine, rate[0], shape.flops_a_pair, out, False)
+    flops = BACKWARD * shape.flops_a_pair
+    backward = one_pass(plan, shape, back, machine, rate[1], flops, out * (1 + grads), True)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))
     return Cost(forward, backward, memory(plan, shape, back, grads, rates.kernel), imbalance)
 

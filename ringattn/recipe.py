@@ -143,8 +143,8 @@ class Recipe:
             return (home, *others)
         if not half or not others or self.plan.tokens.shard_len < LONG or not home.where:
             return (*others, home)
-        cut = half * (heads // kv_heads)
-        first, last = (slice(cut), slice(half)), (slice(cut, None), slice(half, None))
+        middle = half * (heads // kv_heads)
+        first, last = (slice(middle), slice(half)), (slice(middle, None), slice(half, None))
         return replace(home, heads=first), *others, replace(home, heads=last)
 
     def kernel(self, rounds: Sequence[Round], backward: bool = False) -> Kernel:
@@ -272,13 +272,13 @@ def amount(ranges: Sequence[range]) -> str:
 
 def line_of(step: Step) -> str:
     """What is here in a step, and what others read meanwhile."""
-    parts = [f"keys {in_words(step.keys)}" if step.sources else "no work"]
+    texts = [f"keys {in_words(step.keys)}" if step.sources else "no work"]
     if step.heads:
-        parts[0] = f"query heads {step.heads[0].start or 0} to {step.heads[0].stop or 'the last'}, " + parts[0]
+        texts[0] = f"query heads {step.heads[0].start or 0} to {step.heads[0].stop or 'the last'}, " + texts[0]
     if step.brought:
-        parts.append(f"from {', '.join(f'rank {rank}' for rank in step.brought)}")
-    parts += [f"rank {reader} reads {in_words(ranges)} of block {step.held}" for reader, ranges in step.shown.items()]
-    return "; ".join(parts)
+        texts.append(f"from {', '.join(f'rank {rank}' for rank in step.brought)}")
+    texts += [f"rank {reader} reads {in_words(ranges)} of block {step.held}" for reader, ranges in step.shown.items()]
+    return "; ".join(texts)
 
 
 def in_words(shard: Sequence[range], most: int = 4) -> str:

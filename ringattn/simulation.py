@@ -71,53 +71,83 @@ def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
     return found.reshape(ring, ulysses)
 
 
-def in_turn(ready: np.ndarray, seconds: np.ndarray, free: np.ndarray, links: np.ndarray) -> np.ndarray:
-    """When each transfer is done, if a link serves those that are ready first; `free` [link] is when it is idle again.
+def on_links(ready: np.ndarray, seconds: np.ndarray, free: np.ndarray, links: np.ndarray) -> np.ndarray:
+    """When each transfer is done, if those that are ready share a link evenly; `free` [link] is when it is idle again.
 
-    Transfers without bytes take no turn.
+    `seconds` are those of a transfer alone on its link. Transfers without bytes take no time. In the loop every link
+    goes on to its next event: the next transfer that is ready, or done.
     """
-    done = ready.copy()
-    some = np.flatnonzero(seconds > 0)
-    order = some[np.lexsort((ready[some], links[some]))]
-    turn = np.arange(len(order)) - np.searchsorted(links[order], links[order])
-    for k in range(int(turn.max(initial=-1)) + 1):  # one transfer of each link at a time
-        now = order[turn == k]
-        done[now] = np.maximum(ready[now], free[links[now]]) + seconds[now]
-        free[links[now]] = done[now]
+    done, some = ready.copy(), np.flatnonzero(seconds > 0)
+    order = some[np.argsort(links[some], kind="stable")]
+    used, first, count = np.unique(links[order], return_index=True, return_counts=True)
+    cell = np.repeat(np.arange(len(used)), count), np.arange(len(order)) - np.repeat(first, count)
+    left, least, start, ends = np.zeros((4, len(used), int(count.max(initial=0))))  # [link, transfer]
+    left[cell], start[cell] = seconds[order], np.maximum(ready[order], free[links[order]])
+    least[cell], now = 1e-9 * seconds[order], np.where(left > 0, start, np.inf).min(1, initial=np.inf)
+    while (waiting := left > 0).any():
+        going = waiting & (start <= now[:, None])
+        share = np.maximum(going.sum(1), 1)
+        until = np.minimum(
+            now + share * np.where(going, left, np.inf).min(1), np.where(waiting & ~going, start, np.inf).min(1)
+        )
+        until = np.where(waiting.any(1), until, now)
+        left = np.where(going, left - ((until - now) / share)[:, None], left)
+        ended = going & (left <= least)
+        ends, left, now = np.where(ended, until[:, None], ends), np.where(ended, 0.0, left), until
+    done[order] = ends[cell]
+    np.maximum.at(free, links[order], done[order])
     return done
 
 
-def links_of(world: World, link: Link) -> np.ndarray:
-    """[rank]: the link that each GPU sends through; `sharing` neighbours of a host use one."""
-    place = np.arange(world.hosts.size) % world.machine.gpus
-    return world.hosts.ravel() * world.machine.gpus + place // link.sharing
+class Links:
+    """All links of one kind, and when each is idle again."""
+
+    def __init__(self, world: World, link: Link):
+        place = np.arange(world.hosts.size) % world.machine.gpus
+        self.of = world.hosts.ravel() * world.machine.gpus + place // link.sharing  # [rank]: neighbours may share one
+        self.link, self.world, self.free = link, world, np.zeros(int(self.of.max()) + 1)
+
+    def send(self, tokens: np.ndarray, token_bytes: float, senders: np.ndarray, ready: np.ndarray) -> np.ndarray:
+        """[transfer]: when it has arrived, if it leaves its sender when it is ready and the link is idle; else -inf."""
+        nbytes = tokens * token_bytes
+        sent = on_links(ready, self.world.varied(nbytes / self.link.bandwidth), self.free, self.of[senders])
+        return np.where(nbytes > 0, sent + self.link.latency, -np.inf)
 
 
 def ring_pass(
-    steps: Course, world: World, work: np.ndarray, token_bytes: float, entered: np.ndarray, out: list[list[np.ndarray]]
-) -> np.ndarray:
-    """When every rank is done with all steps, whose times go to `out`; `work` [rank, step] are seconds."""
-    ring, ulysses = entered.shape
+    steps: Course, links: tuple[Links, Links], work: np.ndarray, token_bytes: float, entered: np.ndarray,
+    out: list[list[np.ndarray]], returned: float,
+) -> np.ndarray:  # fmt: skip
+    """When every rank is done with all steps, whose times go to `out`; `work` [rank, step] are seconds.
+
+    The keys of a step leave their holder while the step before is computed. `returned` bytes of gradients a token go
+    back after the step.
+    """
+    (ring, ulysses), world, last = entered.shape, links[0].world, work.shape[1] - 1
     lanes = np.arange(ulysses)
-    links = {name: links_of(world, getattr(world.machine, name)) for name in ("inside", "between")}
-    free = {name: np.zeros(int(ids.max()) + 1) for name, ids in links.items()}
-    begun, done = entered.copy(), entered.copy()
-    for s in range(work.shape[1]):
+    here = (np.arange(ring)[:, None] * ulysses + lanes).ravel()
+    begun, done, home = entered.copy(), entered.copy(), entered.copy()
+
+    def moved(s: int, senders: np.ndarray, ready: np.ndarray, nbytes: float) -> np.ndarray:
+        tokens = np.repeat(steps.near[:, s], ulysses), np.repeat(steps.far[:, s], ulysses)
+        came = [kind.send(n, nbytes, senders, ready.ravel()) for kind, n in zip(links, tokens, strict=True)]
+        return np.maximum(*came).reshape(ring, ulysses)
+
+    def keys(s: int) -> np.ndarray:
         sender = steps.sender[:, s]
-        rank = (sender[:, None] * ulysses + lanes).ravel()  # the sender's number, lane by lane
         ready = begun[sender] if steps.passed[s] else entered[sender]
-        came = entered.ravel().copy()
-        for name, tokens in (("inside", steps.near[:, s]), ("between", steps.far[:, s])):
-            link = getattr(world.machine, name)
-            nbytes = np.repeat(tokens, ulysses) * token_bytes
-            seconds = world.varied(nbytes / link.bandwidth)
-            sent = in_turn(ready.ravel(), seconds, free[name], links[name][rank])
-            came = np.where(nbytes > 0, np.maximum(came, sent + link.latency), came)
-        arrived = came.reshape(ring, ulysses)
+        return np.maximum(moved(s, (sender[:, None] * ulysses + lanes).ravel(), ready, token_bytes), entered)
+
+    arrived = keys(0)
+    for s in range(last + 1):
         begun = np.maximum(done, arrived)
         done = begun + world.varied(work[:, s, None] / world.speed)
         out.append([arrived, begun, done])
-    return done
+        if s < last:
+            arrived = keys(s + 1)
+        if returned:
+            np.maximum.at(home, steps.sender[:, s], moved(s, here, done, returned))
+    return np.maximum(done, home)
 
 
 def exchange(world: World, near: float, far: float, at: np.ndarray) -> np.ndarray:
@@ -147,21 +177,19 @@ def play(
     total += shape.kv_bytes(plan.keys.local_len, shape.kv_heads * replicas(shape.kv_heads, ulysses))
     swap = total * (here - 1) / ulysses / 2, total * (ulysses - here) / ulysses / 2  # each of two ways
     rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
-    at = np.zeros((ring, ulysses))
+    at, links = np.zeros((ring, ulysses)), (Links(world, machine.inside), Links(world, machine.between))
     out: list[list[np.ndarray]] = []
     grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0
     for back in (False, True)[: 1 + backward]:
         slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
         flops = shape.flops_a_pair * (BACKWARD if back else 1.0) / ulysses
-        work = steps.pairs * (slower * flops / (rates.forward, rates.backward)[back]) + machine.launch[back] * (
-            steps.pairs > 0
-        )
-        nbytes = token * (1 + grads * back)
+        rate = rates.of(back, spec, steps.pairs.sum(1).mean() / plan.tokens.shard_len)
+        work = steps.pairs * (slower * flops / rate) + machine.launch[back] * (steps.pairs > 0)
         at = exchange(world, *swap, at) if ulysses > 1 else at
         if plan.strategy == "gather":
-            at = gathered(plan, world, work, nbytes, at, out)
+            at = gathered(plan, world, work, token * (1 + grads * back), at, out)
         else:
-            at = ring_pass(steps, world, work, nbytes, at, out)
+            at = ring_pass(steps, links, work, token, at, out, token * grads * back)
         at = exchange(world, *swap, at) if ulysses > 1 else at
     arrived, begun, ended = (np.stack([one[i] for one in out]) for i in range(3))
     return Played(arrived, begun, ended, at)
@@ -173,7 +201,8 @@ def gathered(
     """The same for gather: all keys of a ring come at once, when its last rank is there."""
     local = max(1, min(world.machine.gpus // plan.ulysses, plan.ring))
     block = plan.keys.tokens.shard_len * nbytes
-    come = exchange(world, (plan.ring - 1) * block, (plan.ring - local) * block / local, at.T).T
+    far = (plan.ring - 1) / local if local < plan.ring else 0.0  # blocks go round a ring of all ranks, over all links
+    come = exchange(world, (plan.ring - 1) * block, far * block, at.T).T
     done = come + world.varied(work.sum(1)[:, None] / world.speed)
     out.append([come, come, done])
     return done

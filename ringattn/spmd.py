@@ -142,12 +142,12 @@ class SharedRecipe(Recipe):
 
     def beside(self, **hops: Rotation | None) -> str:
         """What travels beside a step."""
-        found = []
+        texts = []
         for what, hop in hops.items():
             if hop is not None:
                 some = f" from {in_words(hop.senders, str)}" * (len(hop.senders) < self.plan.ring)
-                found.append(f"{what} go to rank {place(hop.shift)}{some}")
-        return f"; meanwhile {' and '.join(found)}" * bool(found)
+                texts.append(f"{what} go to rank {place(hop.shift)}{some}")
+        return f"; meanwhile {' and '.join(texts)}" * bool(texts)
 
 
 def place(offset: int) -> str:

@@ -86,8 +86,8 @@ def read_binary(kernel: Any) -> dict[str, Any]:
             read = dict(re.findall(r"(REG|STACK):(\d+)", shown(tool, "--dump-resource-usage", file.name)))
             registers, stack = int(read["REG"]), int(read["STACK"])
             spills = loop_spills(shown(tool, "--dump-sass", file.name)) if stack else 0  # nowhere to spill to
-    found = {"registers": registers, "stack": stack, "loop_spills": spills, "shared": kernel.metadata.shared}
-    return {"kernel": kernel.metadata.name, **found}
+    results = {"registers": registers, "stack": stack, "loop_spills": spills, "shared": kernel.metadata.shared}
+    return {"kernel": kernel.metadata.name, **results}
 
 
 def shown(*command: Any) -> str:

@@ -86,7 +86,7 @@ def compile_for_v6e(both: Any, shapes: list[tuple[tuple[int, ...], str]]) -> Non
 def tiles(path: Path) -> list[int]:
     """The lengths of the long regions that hold no other, in the order of the program."""
     begun: dict[str, int] = {}
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     for line in path.read_text().splitlines():
         number = re.match(r"\s*(0x[0-9a-f]+|0)\s", line)
         at = int(number.group(1), 16) if number else 0
@@ -94,8 +94,8 @@ def tiles(path: Path) -> list[int]:
             if word == "Start":
                 begun[region] = at
             elif region in begun and at - begun[region] + 1 >= LEAST:
-                found.append((begun[region], at + 1))
-    inner = [(a, b) for a, b in found if not any((a, b) != (c, d) and a <= c and d <= b for c, d in found)]
+                results.append((begun[region], at + 1))
+    inner = [(a, b) for a, b in results if not any((a, b) != (c, d) and a <= c and d <= b for c, d in results)]
     return [b - a for a, b in sorted(inner)]
 
 

@@ -31,13 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import hf
+from ringattn import hf, kernels
 from ringattn.compat import ring_flash_attn as compat
 from ringattn.models.hf import memory
 from ringattn.models.nn import Attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE, STEPS = os.environ.get("MATRIX_DEVICE", "cpu"), int(os.environ.get("MATRIX_STEPS", "1"))
+if os.environ.get("MATRIX_LIBRARIES"):
+    kernels.LONG = 0
 S = 8 if DEVICE == "cuda" else 1  # GPU kernels have larger heads
 T, C, D, V, IGNORED = 32 * S, 32 * S, 8 * S, 64, -100
 LENGTHS = [12 * S, 20 * S]  # of packed documents, and of padded rows: multiples of what zigzag cuts them into
@@ -87,12 +89,12 @@ def covering() -> list[Cell]:
     def pairs(cell: Cell) -> set[tuple[int, str, int, str]]:
         return {(i, cell[i], j, cell[j]) for i, j in combinations(range(len(AXES)), 2)}
 
-    left, found = set().union(*map(pairs, every)), []
+    left, results = set().union(*map(pairs, every)), []
     while left:
         best = max(every, key=lambda cell: (len(pairs(cell) & left), cell.recomputing in ("kept", "checkpointing")))
-        found.append(best)
+        results.append(best)
         left -= pairs(best)
-    return found
+    return results
 
 
 # The data: one batch a kind, whole, the same on every rank.
@@ -253,13 +255,13 @@ def on_one_rank(cell: Cell) -> tuple[Any, Callable[[int], Tensor]]:
 
 def trained_alone(cells: list[Cell]) -> list[Found]:
     """Several steps of each on one rank, whose FSDP2 casts as that of the cell does."""
-    found = []
+    results = []
     for cell in cells:
         model, forward = on_one_rank(cell)
         if cell.precision == "mixed bf16":
             shielded(model, layers_of(model), cell, init_device_mesh(DEVICE, (1,)))
-        found.append(stepped(cell, model, forward))
-    return found
+        results.append(stepped(cell, model, forward))
+    return results
 
 
 def layers_of(model: Any) -> Any:
@@ -285,11 +287,11 @@ def shielded(model: nn.Module, layers: Any, cell: Cell, mesh: Any) -> nn.Module:
         return DistributedDataParallel(model)
     wide = {"reduce_dtype": BF16, "output_dtype": BF16} if cell.integration in BY_OTHERS else {"reduce_dtype": FP32}
     mixed = MixedPrecisionPolicy(param_dtype=BF16, **wide) if cell.precision == "mixed bf16" else None
-    for part in (*layers, model):
-        fully_shard(part, mesh=mesh, **({} if mixed is None else {"mp_policy": mixed}))
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, **({} if mixed is None else {"mp_policy": mixed}))
         if cell.wrapper == "FSDP2 summed":
-            part.set_force_sum_reduction_for_comms(True)
-            part.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
     return model
 
 
@@ -488,8 +490,8 @@ def by_tensor_parallel() -> Found:
     names = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
     names |= {"o_proj": RowwiseParallel(), "down_proj": RowwiseParallel()}
     for layer in model.model.layers:
-        for part in (layer.self_attn, layer.mlp):
-            parallelize_module(part, mesh["tp"], {n: how for n, how in names.items() if hasattr(part, n)})
+        for module in (layer.self_attn, layer.mlp):
+            parallelize_module(module, mesh["tp"], {n: how for n, how in names.items() if hasattr(module, n)})
     hf.prepare(model, ra.plan(mesh, axes={"ring": "cp"}, seq_len=T))
     call = shielded(
         model, model.model.layers, Cell("prepare", "FSDP2 summed", "mixed bf16", "kept", "packed"), mesh["cp"]
@@ -502,14 +504,14 @@ def by_tensor_parallel() -> Found:
 def work(cells: list[Cell]) -> list[Any]:
     """Each cell's result on this rank, or the sentence that refuses it."""
     warnings.simplefilter("ignore")
-    found: list[Any] = []
+    results: list[Any] = []
     for cell in cells:
         try:
-            found.append(run_cell(cell))
+            results.append(run_cell(cell))
         except (ValueError, NotImplementedError) as error:
-            found.append(f"{type(error).__name__}: {error}")
+            results.append(f"{type(error).__name__}: {error}")
         dist.barrier()
-    return found if dist.get_rank() == 0 else []
+    return results if dist.get_rank() == 0 else []
 
 
 # What is found, beside one rank.
@@ -528,20 +530,20 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         cells = "  ".join(f"{text:<14}" for text in self.cell)
-        found = "  ".join(f"{name} {error:.1e} of {limit:.1e}" for name, (error, limit) in self.errors.items())
-        return f"{'pass' if self.good else 'FAIL'}  {cells}  {self.refused or found}"
+        result = "  ".join(f"{name} {error:.1e} of {limit:.1e}" for name, (error, limit) in self.errors.items())
+        return f"{'pass' if self.good else 'FAIL'}  {cells}  {self.refused or result}"
 
 
 EPS = {"float32": 2e-6 if DEVICE == "cpu" else 1e-5, "fp16 scaler": 1e-4}  # others: bf16
 
 
-def errors_of(found: Found, own: Found, truth: Found, precision: str, rounded: bool) -> dict[str, tuple[float, float]]:
+def errors_of(result: Found, own: Found, truth: Found, precision: str, rounded: bool) -> dict[str, tuple[float, float]]:
     """Of the loss, of all gradients together and of the worst one: twice those of one rank in the same precision.
 
     A small gradient is measured against a twentieth of the largest one: what it adds up from may cancel. `rounded`: the
     loss was returned in bf16.
     """
-    assert found.grads.keys() == truth.grads.keys(), found.grads.keys() ^ truth.grads.keys()
+    assert result.grads.keys() == truth.grads.keys(), result.grads.keys() ^ truth.grads.keys()
     size = {name: float((g**2).sum()) ** 0.5 for name, g in truth.grads.items()}
     least, all_of, eps = max(size.values()) / 20, sum(s**2 for s in size.values()) ** 0.5, EPS.get(precision, 1e-3)
 
@@ -551,7 +553,7 @@ def errors_of(found: Found, own: Found, truth: Found, precision: str, rounded: b
         return abs(of.loss - truth.loss), sum(gap**2 for gap in gaps.values()) ** 0.5 / all_of, worst
 
     names = "loss", "gradients", "worst"
-    errors = {n: (mine, 2 * one + eps) for n, mine, one in zip(names, off(found), off(own), strict=True)}
+    errors = {n: (mine, 2 * single + eps) for n, mine, single in zip(names, off(result), off(own), strict=True)}
     if rounded:
         error, limit = errors["loss"]
         errors["loss"] = error, limit + abs(truth.loss) / 2**8
@@ -579,14 +581,14 @@ def table(cells: list[Cell], tensor_parallel: bool = False) -> list[Row]:
         cells = [*cells, TENSOR_PARALLEL]
         results.append(start(by_tensor_parallel, 4)[0])
     rows = []
-    for cell, found in zip(cells, results, strict=True):
-        if isinstance(found, str):
-            rows.append(Row(cell, found, {}))
+    for cell, result in zip(cells, results, strict=True):
+        if isinstance(result, str):
+            rows.append(Row(cell, result, {}))
             continue
         kind = cell.integration if cell.integration in ("compat", "attention", "nn") else "prepare"
         own = owns(kind, "", cell.precision, "", cell.batch)
         truth = owns(kind, "", "float32", "", cell.batch)
-        rows.append(Row(cell, "", errors_of(found, own, truth, cell.precision, cell.returns_bf16)))
+        rows.append(Row(cell, "", errors_of(result, own, truth, cell.precision, cell.returns_bf16)))
     return rows
 
 
@@ -596,13 +598,13 @@ def trained(cells: list[Cell]) -> list[Row]:
     results = start(work, 2, cells)[0]
     owns = start(trained_alone, 1, [c._replace(precision=p) for c in cells for p in (c.precision, "float32")])[0]
     rows = []
-    for cell, found, own, truth in zip(cells, results, owns[::2], owns[1::2], strict=True):
-        if isinstance(found, str):
-            rows.append(Row(cell, found, {}))
+    for cell, result, own, truth in zip(cells, results, owns[::2], owns[1::2], strict=True):
+        if isinstance(result, str):
+            rows.append(Row(cell, result, {}))
             continue
-        assert len(found.losses) == STEPS, len(found.losses)
-        mine, one = (max(abs(a - b) for a, b in zip(x.losses, truth.losses, strict=True)) for x in (found, own))
-        limit = 1e-5 if cell.precision == "float32" else 2 * one
+        assert len(result.losses) == STEPS, len(result.losses)
+        mine, single = (max(abs(a - b) for a, b in zip(x.losses, truth.losses, strict=True)) for x in (result, own))
+        limit = 1e-5 if cell.precision == "float32" else 2 * single
         rows.append(Row(cell, "", {f"{STEPS} losses": (mine, limit)}))
     return rows
 
@@ -615,8 +617,11 @@ FIFTY = [
 TENSOR_PARALLEL = Cell("prepare", "FSDP2 x TP", "mixed bf16", "kept", "packed")
 
 
-def check(cells: list[Cell], tensor_parallel: bool = False, device: str = "cpu") -> str:
-    """The table, made in processes that DistributedDataParallel survives; an AssertionError about what is wrong."""
+def check(cells: list[Cell], tensor_parallel: bool = False, device: str = "cpu", libraries: bool = False) -> str:
+    """The table, made in processes that DistributedDataParallel survives; an AssertionError about what is wrong.
+
+    With `libraries`, kernels of libraries serve short sequences, too, as they do long ones.
+    """
     script = f"import matrix; matrix.main({[*map(tuple, cells)]!r}, {tensor_parallel})"
     here = Path(__file__).parent
     path = [str(here.parent), str(here), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
@@ -625,6 +630,7 @@ def check(cells: list[Cell], tensor_parallel: bool = False, device: str = "cpu")
         "TRITON_INTERPRET": "0",
         "HF_HUB_OFFLINE": "1",
         "MATRIX_DEVICE": device,
+        "MATRIX_LIBRARIES": "1" if libraries else "",
     }
     quiet |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     environment = {**os.environ, **quiet, "PYTHONPATH": ":".join(path)}

@@ -96,12 +96,12 @@ def place(lse: Tensor, rows: Any, packed: bool) -> Tensor:
 
 def modules(too_old: bool = False) -> dict[str, ModuleType]:
     names = "cutlass", "cutlass.cute", "flash_attn", "flash_attn.cute", "flash_attn.cute.utils"
-    found = {name: ModuleType(name) for name in (*names, "flash_attn.cute.block_sparsity", "flash_attn.cute.interface")}
-    found["cutlass"].cute = found["cutlass.cute"]  # type: ignore[attr-defined]
-    found["flash_attn.cute"].utils = found["flash_attn.cute.utils"]  # type: ignore[attr-defined]
-    found["cutlass.cute"].jit = lambda function: function  # type: ignore[attr-defined]
-    found["cutlass.cute"].TensorSSA = Any  # type: ignore[attr-defined]
-    found["flash_attn.cute.block_sparsity"].BlockSparseTensorsTorch = BlockSparseTensorsTorch  # type: ignore[attr-defined]
-    interface: Any = found["flash_attn.cute.interface"]
+    made = {name: ModuleType(name) for name in (*names, "flash_attn.cute.block_sparsity", "flash_attn.cute.interface")}
+    made["cutlass"].cute = made["cutlass.cute"]  # type: ignore[attr-defined]
+    made["flash_attn.cute"].utils = made["flash_attn.cute.utils"]  # type: ignore[attr-defined]
+    made["cutlass.cute"].jit = lambda function: function  # type: ignore[attr-defined]
+    made["cutlass.cute"].TensorSSA = Any  # type: ignore[attr-defined]
+    made["flash_attn.cute.block_sparsity"].BlockSparseTensorsTorch = BlockSparseTensorsTorch  # type: ignore[attr-defined]
+    interface: Any = made["flash_attn.cute.interface"]
     interface._flash_attn_fwd, interface._flash_attn_bwd = (old, old) if too_old else (forward, backward)
-    return found
+    return made

@@ -13,16 +13,16 @@ from ringattn.torch.linear import call as linear
 @pytest.fixture
 def said(monkeypatch) -> list[object]:
     """What ranks say to each other, which they are made to find dear."""
-    found: list[object] = []
+    results: list[object] = []
     exchange = LocalAxis.exchange_words
 
     def noted(axis, words):
-        found.append(words)
+        results.append(words)
         return exchange(axis, words)
 
     monkeypatch.setattr(LocalAxis, "cheap_words", False)
     monkeypatch.setattr(LocalAxis, "exchange_words", noted)
-    return found
+    return results
 
 
 def qkv(tokens: int = 8, batch: int = 1) -> list[torch.Tensor]:
@@ -35,13 +35,13 @@ def lengths(step: int) -> ra.Docs:
 
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
 def test_new_documents_are_no_new_kind_of_call(function, said):
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         for step in range(15):
             function(*qkv(), plan=plan, docs=lengths(step))
         assert len(plan.agreed) == 1
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
     assert len(said) == 2  # each rank once
 
 
@@ -53,7 +53,7 @@ def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, 
     monkeypatch.setattr(agree, "MOST", 5)
     monkeypatch.setattr(bind, "FEW", 3)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         for step in (0, 0, 1, 0, 1):
             function(*qkv(), plan=plan, docs=lengths(step))
@@ -65,28 +65,28 @@ def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, 
         for batch in range(1, 6):
             function(*qkv(batch=batch), plan=plan)
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
     assert len(looked) == 2 * (2 + 1 + 4 + 5)
 
 
 @pytest.mark.parametrize("call", ["unshard", "roll"])
 def test_tokens_that_only_one_rank_differentiates_are_not_joined(call):
-    def one(mesh):
+    def one_rank(mesh):
         plan, x = ra.plan(mesh, seq_len=8), torch.ones(1, 4, 2, requires_grad=mesh.rank == 0)
         with pytest.raises(ValueError, match="gradients: ring rank 0 has True, ring rank 1 has False"):
             getattr(plan, call)(x)
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
 
 
 def test_documents_after_none_are_a_new_kind(said):
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         ra.attention(*qkv(), plan)
         with pytest.raises(ValueError, match=r"docs: ring rank 0 has Docs.* ring rank 1 has Docs"):
             ra.attention(*qkv(), plan, docs=lengths(mesh.rank))
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 @pytest.mark.parametrize(
@@ -99,41 +99,41 @@ def test_documents_after_none_are_a_new_kind(said):
     ],
 )  # fmt: skip
 def test_ranks_that_decide_by_other_hosts_or_another_machine_are_named(choices, words):
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=32, **choices[mesh.rank // 2])
         with pytest.raises(ValueError, match=words):
             ra.attention(*qkv(), plan)
 
-    run(one, ring=4, timeout=20)
+    run(one_rank, ring=4, timeout=20)
 
 
 def test_a_plan_remembers_so_many_kinds_and_no_more(said, monkeypatch):
     monkeypatch.setattr(agree, "MOST", 5)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         for batch in range(1, 12):
             ra.attention(*qkv(batch=batch), plan)
             assert len(plan.agreed) <= 5
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 def test_a_plan_remembers_nothing_where_all_is_compared():
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         for step in range(3):
             ra.attention(*qkv(), plan, docs=lengths(step))
             ra.attention(*qkv(), plan)
         assert not plan.agreed
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 def test_a_rank_whose_later_call_is_wrong_raises_at_once(said):
     """The others, which made this call before, do not stop to hear of it."""
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         ra.attention(*qkv(), plan)
         if mesh.rank:
@@ -143,7 +143,7 @@ def test_a_rank_whose_later_call_is_wrong_raises_at_once(said):
                 ra.attention(*qkv(), plan, docs=[8, 8])
         ra.attention(*qkv(), plan)
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
     assert len(said) == 2
 
 
@@ -153,7 +153,7 @@ def test_a_problem_is_raised_where_no_other_rank_listens(monkeypatch):
 
     monkeypatch.setattr(LocalAxis, "exchange_words", lost)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         with pytest.raises(ValueError, match="q has 9 tokens") as error:
             ra.attention(*qkv(9), plan)
@@ -161,4 +161,4 @@ def test_a_problem_is_raised_where_no_other_rank_listens(monkeypatch):
         with pytest.raises(ConnectionError, match="a rank is lost"):
             ra.attention(*qkv(), plan)
 
-    run(one, ring=2)
+    run(one_rank, ring=2)

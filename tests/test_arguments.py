@@ -141,10 +141,10 @@ def layers(x, plan):
 def streams(x, plan):
     with torch.no_grad():
         made = [x.layer(ra.nn.StreamingAttention(8, 4, 2)), x.layer(ra.nn.GatedDeltaNet(8, heads=2, convolution=3))]
-        found = []
+        outputs = []
         for layer in made:
-            found += [layer.prefill(x(8).detach(), plan), layer.step(x.whole(x.B, 1, 8).detach())]
-    return found
+            outputs += [layer.prefill(x(8).detach(), plan), layer.step(x.whole(x.B, 1, 8).detach())]
+    return outputs
 
 
 def convolution(x, plan):
@@ -155,7 +155,7 @@ CALLS = [attention, attend, merge, linear, linear_documents, serving, losses, mo
 
 
 def flat(out):
-    return [out] if isinstance(out, Tensor) else [x for part in out for x in flat(part)]
+    return [out] if isinstance(out, Tensor) else [x for item in out for x in flat(item)]
 
 
 def plan_for(mesh, T):
@@ -168,7 +168,7 @@ def plan_for(mesh, T):
     ids=str,
 )
 def test_no_call_changes_its_arguments_or_returns_their_memory(place, dtype):
-    def one(mesh, B, tokens, grad):
+    def one_rank(mesh, B, tokens, grad):
         plan = plan_for(mesh, tokens * max([1, *place.values()]))
         for call in CALLS:
             x = Drawn(plan, B, dtype, grad)
@@ -183,9 +183,9 @@ def test_no_call_changes_its_arguments_or_returns_their_memory(place, dtype):
 
     for B, tokens, grad in ((1, 1, False), (1, 1, True), (2, 1, True), (1, 5, True), (2, 5, False)):
         if place:
-            run(lambda mesh, how=(B, tokens, grad): one(mesh, *how), **place)
+            run(lambda mesh, how=(B, tokens, grad): one_rank(mesh, *how), **place)
         else:
-            one(None, B, tokens, grad)
+            one_rank(None, B, tokens, grad)
 
 
 @pytest.mark.parametrize(
@@ -205,18 +205,18 @@ def test_dtype_strides_and_mode_change_nothing_but_the_rounding(place, strides):
         grads = torch.autograd.grad(loss, leaves, allow_unused=True) if isinstance(loss, Tensor) else []
         return out, [g for g in grads if g is not None]
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = plan_for(mesh, 5 * max([1, *place.values()]))
         for call in CALLS:
             expected = results(Drawn(plan, 2, torch.float64, True, strides, contiguous=True), call, plan)
             for dtype, mode in modes:
                 with mode():
-                    found = results(Drawn(plan, 2, dtype, mode is nullcontext, strides), call, plan)
+                    outputs = results(Drawn(plan, 2, dtype, mode is nullcontext, strides), call, plan)
                 limit = 32 * torch.finfo(dtype).eps
-                for what, ours, truths in zip(("output", "gradient"), found, expected, strict=True):
+                for what, ours, truths in zip(("output", "gradient"), outputs, expected, strict=True):
                     for i, (y, truth) in enumerate(zip(ours, truths, strict=mode is nullcontext or what == "output")):
                         off = (y.double() - truth.double()).abs().max() / truth.abs().max().clamp(min=1)
                         where = f"{what} {i} of {call.__name__} in {dtype}, {mode.__name__}"
                         assert off <= limit, f"{where}, is off by {off:.1e} > {limit:.1e}"
 
-    run(one, **place) if place else one(None)
+    run(one_rank, **place) if place else one_rank(None)

@@ -33,11 +33,11 @@ def check(
     given = oracle.inputs(case, dtype) if size is None else oracle.large_scores(oracle.inputs(case, dtype), size)
     truth = oracle.dense(case, given)
 
-    def one(mesh):
-        found = oracle.run(case, mesh, given, **choices)
-        return oracle.errors(case, mesh, found, truth), found.get("dsinks")
+    def one_rank(mesh):
+        outputs = oracle.run(case, mesh, given, **choices)
+        return oracle.errors(case, mesh, outputs, truth), outputs.get("dsinks")
 
-    results = run_ranks(one, ring=case.ring, ulysses=case.ulysses)
+    results = run_ranks(one_rank, ring=case.ring, ulysses=case.ulysses)
     for rank, (errors, _) in enumerate(results):
         for name, value in errors.items():
             assert value <= limits[name], f"{case} rank {rank}: {name} is off by {value:.2e} (limit {limits[name]:.2e})"
@@ -151,7 +151,7 @@ def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, trans
     leaves = [x.double().requires_grad_() for x in given[:3]]
     ra.attention(*leaves).backward(given[3].double())
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(
             mesh, seq_len=90, kernel="sdpa_cpu", layout="zigzag", strategy=strategy, transport=Transport(**how)
         )
@@ -166,9 +166,9 @@ def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, trans
         sent = axis.sent - before
         return [plan.unshard(x.grad) for x in leaves], sent, schedule.tokens_sent(axis.rank)
 
-    for grads, sent, (keys, back) in run_ranks(one, ring=4):
-        for found, leaf in zip(grads, leaves, strict=True):
-            assert found.dtype == dtype and (found - leaf.grad).norm() < 3 * torch.finfo(dtype).eps * leaf.grad.norm()
+    for grads, sent, (keys, back) in run_ranks(one_rank, ring=4):
+        for result, leaf in zip(grads, leaves, strict=True):
+            assert result.dtype == dtype and (result - leaf.grad).norm() < 3 * torch.finfo(dtype).eps * leaf.grad.norm()
         if "together" in choices:
             numbers = 2 * 2 * 2 * 16  # of the keys and values of a token
             back_bytes = dtype.itemsize if "grads" in choices else 4  # gradients are found in float32
@@ -199,19 +199,19 @@ def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
     given = oracle.inputs(case, torch.float32)
     truth = oracle.dense(case, given)
 
-    def one(mesh):
+    def one_rank(mesh):
         axes = [mesh.axis(name) for name in ("ring", "ulysses") if mesh.sizes[name] > 1]
         whole, before = oracle.run(case, mesh, given, "tiled", groups=1), sent(axes)
-        cut = oracle.run(case, mesh, given, "tiled", groups=groups)
-        return whole, cut, before, sent(axes) - before, oracle.errors(case, mesh, cut, truth)
+        grouped = oracle.run(case, mesh, given, "tiled", groups=groups)
+        return whole, grouped, before, sent(axes) - before, oracle.errors(case, mesh, grouped, truth)
 
-    results = run_ranks(one, ring=case.ring, ulysses=case.ulysses)
-    for rank, (whole, cut, before, more, errors) in enumerate(results):
+    results = run_ranks(one_rank, ring=case.ring, ulysses=case.ulysses)
+    for rank, (whole, grouped, before, more, errors) in enumerate(results):
         for name in errors:
-            assert torch.equal(whole[name].nan_to_num(), cut[name].nan_to_num()), f"{case} rank {rank}: {name}"
+            assert torch.equal(whole[name].nan_to_num(), grouped[name].nan_to_num()), f"{case} rank {rank}: {name}"
         assert before == more and max(errors.values()) <= LIMIT, f"{case} rank {rank}: {errors}, {before} {more} bytes"
     if case.sinks:  # which heads a rank has depends on the groups, and so does its share
-        total = sum(cut["dsinks"].double() for _, cut, *_ in results)
+        total = sum(grouped["dsinks"].double() for _, grouped, *_ in results)
         assert oracle.error(total, truth["dsinks"], float(truth["dsinks"].norm())) <= LIMIT
 
 
@@ -249,7 +249,7 @@ def test_a_group_of_heads_travels_while_another_is_attended_to(
     names = "attend", "backward"
     fresh_scores(tiled, **{name: noting(getattr(tiled.KERNEL, name), lambda *_: "R") for name in names})
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = choosing.plan(mesh, seq_len=16, strategy=strategy, kernel="tiled", transport=Transport(groups=3))
         q, k, v = (torch.ones(1, plan.local_len, 6, 8, requires_grad=True) for _ in "qkv")
         out = api.attention(q, k, v, plan)
@@ -257,8 +257,8 @@ def test_a_group_of_heads_travels_while_another_is_attended_to(
         out.sum().backward()
         return before, said[threading.get_ident()].removeprefix(before)
 
-    for found in run_ranks(one, **sizes):
-        assert found == (forward.replace(" ", ""), backward.replace(" ", ""))
+    for results in run_ranks(one_rank, **sizes):
+        assert results == (forward.replace(" ", ""), backward.replace(" ", ""))
 
 
 LOW = [c for c in CASES if c.name in ("causal", "all_at_once")]
@@ -328,12 +328,12 @@ def test_outputs_are_rounded_once_however_many_steps_a_ring_has():
     def error(out: torch.Tensor) -> float:
         return float((out.double() - exact).norm())
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=256, kernel="tiled", strategy="ring")
         return plan.unshard(ra.attention(*(plan.shard(x) for x in (q, k, v)), plan))
 
-    alone = ra.attention(q, k, v, ra.plan(seq_len=256, kernel="tiled"))
-    assert error(run_ranks(one, ring=16)[0]) <= 1.05 * error(alone)
+    single = ra.attention(q, k, v, ra.plan(seq_len=256, kernel="tiled"))
+    assert error(run_ranks(one_rank, ring=16)[0]) <= 1.05 * error(single)
 
 
 def test_the_copies_of_a_key_head_add_up_in_float32():
@@ -348,11 +348,11 @@ def test_a_call_that_keeps_gradients_is_bound_apart(monkeypatch):
     monkeypatch.setattr(agree, "agree", lambda plan, words, *more: asked.append(words) or agreed(plan, words, *more))
     monkeypatch.setattr(LocalAxis, "cheap_words", False)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan, x = choosing.plan(mesh, seq_len=16), torch.ones(1, 8, 2, 8)
         for gradients in (False, True, False, True):
             q = x.clone().requires_grad_(gradients)
             assert api.attention(q, x, x, plan).requires_grad == gradients
 
-    run_ranks(one, ring=2)
+    run_ranks(one_rank, ring=2)
     assert sorted(words["gradients"] for words in asked) == ["False", "False", "True", "True"]

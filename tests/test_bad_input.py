@@ -21,7 +21,7 @@ def call(change=lambda q, k, v: (q, k, v), plan=None, ring=2, ulysses=2, **given
     """One call on four ranks with changed tensors; every rank must raise the same ValueError. Returns its text."""
     said = []
 
-    def one(mesh):
+    def one_rank(mesh):
         made = ra.plan(mesh, seq_len=64, **(plan or {}))
         sent = made.ring_axis.sent if made.ring > 1 else 0
         try:
@@ -31,7 +31,7 @@ def call(change=lambda q, k, v: (q, k, v), plan=None, ring=2, ulysses=2, **given
             assert made.ring == 1 or made.ring_axis.sent == sent, "something was sent before the error"
         ra.attention(*tensors(), made)  # nothing is half done: the next call works
 
-    run(one, ring=ring, ulysses=ulysses)
+    run(one_rank, ring=ring, ulysses=ulysses)
     assert len(said) == 4, f"{len(said)} of 4 ranks raised"
     assert len(set(said)) == 1, said
     return said[0]
@@ -69,8 +69,8 @@ def call(change=lambda q, k, v: (q, k, v), plan=None, ring=2, ulysses=2, **given
 def test_a_wrong_call_is_refused_on_all_ranks_alike(change, given, says):
     import re
 
-    found = call(change, **given)
-    assert re.search(says, found), found
+    result = call(change, **given)
+    assert re.search(says, result), result
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_a_wrong_call_is_refused_on_all_ranks_alike(change, given, says):
     ],
 )
 def test_a_call_that_is_not_the_plans_is_refused(plan, says):
-    def one(mesh):
+    def one_rank(mesh):
         made = ra.plan(mesh, seq_len=64, **plan)
         q, k, v = tensors()
         keys = made.keys.local_len
         with pytest.raises(ValueError, match=says):
             ra.attention(q, k[:, :keys], v[:, :keys], made)
 
-    run(one, ring=4)
+    run(one_rank, ring=4)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,14 @@ def test_a_call_that_is_not_the_plans_is_refused(plan, says):
     ],
 )
 def test_an_argument_that_only_one_rank_passes_is_refused_on_all(given, says):
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=32)
         q, k, v = tensors()
         with pytest.raises(ValueError, match=rf"{says}.*\(on ring rank 1\)"):
             ra.attention(**{"q": q, "k": k, "v": v, "plan": plan, **(given() if mesh.rank else {})})
         ra.attention(q, k, v, plan)
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_an_argument_that_only_one_rank_passes_is_refused_on_all(given, says):
 )  # fmt: skip
 @pytest.mark.parametrize("sizes", [{}, {"ring": 2}], ids=str)
 def test_a_wrong_linear_call_is_refused(given, says, sizes):
-    def one(mesh):
+    def one_rank(mesh):
         x = torch.randn(2, 16, 4, 8)
         plan = ra.plan(mesh, seq_len=32) if sizes else None
         with pytest.raises(ValueError, match=says):
             ra.linear_attention(**{"q": x, "k": x, "v": x, "plan": plan, **given})
 
-    run(one, **sizes, timeout=20) if sizes else one(None)
+    run(one_rank, **sizes, timeout=20) if sizes else one_rank(None)
 
 
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
@@ -227,7 +227,7 @@ def test_a_plan_of_the_other_framework_is_refused():
 def test_a_wrong_argument_of_one_rank_is_an_error_on_all_that_names_it():
     said = []
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64)
         q, k, v = tensors()
         try:
@@ -235,7 +235,7 @@ def test_a_wrong_argument_of_one_rank_is_an_error_on_all_that_names_it():
         except ValueError as error:
             said.append(str(error))
 
-    run(one, ring=2, ulysses=2)
+    run(one_rank, ring=2, ulysses=2)
     assert said == ["head dims differ: q 8, k 6; only v may have another (on ring rank 1 ulysses rank 1)"] * 4
 
 
@@ -265,14 +265,14 @@ def dealt(mesh, lengths):
 def test_ranks_that_differ_are_named_with_the_field(differ, field):
     said = []
 
-    def one(mesh):
+    def one_rank(mesh):
         given, batch = differ(mesh.rank, mesh)
         plan = given.pop("plan", None) or ra.plan(mesh, seq_len=64)
         with pytest.raises(ValueError) as error:
             ra.attention(*tensors(B=batch), plan, **given)
         said.append(str(error.value))
 
-    run(one, ring=4)
+    run(one_rank, ring=4)
     assert len(set(said)) == 1 and f"{field}: ring rank 0 has" in said[0] and "ring rank 3" in said[0], said[0]
 
 
@@ -294,29 +294,29 @@ def test_ranks_that_differ_are_named_with_the_field(differ, field):
     ],
 )
 def test_an_impossible_plan_is_refused(given, says):
-    def one(mesh):
+    def one_rank(mesh):
         with pytest.raises(ValueError, match=says):
             ra.plan(mesh, **{"seq_len": 64, **given})
 
-    run(one, ring=2, ulysses=4)
+    run(one_rank, ring=2, ulysses=4)
 
 
 def test_no_length_is_too_long_to_plan():
     """Positions are sampled: an array of all would take 64 GiB."""
 
-    def one(mesh):
+    def one_rank(mesh):
         return ra.plan(mesh, seq_len=2**33, heads=(8, 2), head_dim=64).explain()
 
-    first, second = run(one, ring=2)
+    first, second = run(one_rank, ring=2)
     assert first == second and first.startswith("zigzag ring of 2")
 
 
 def test_a_mesh_without_the_needed_axes_names_those_it_has():
-    def one(mesh):
+    def one_rank(mesh):
         with pytest.raises(ValueError, match=r"the mesh has axes \('data', 'tensor'\); a plan needs 'ring'"):
             ra.plan(mesh, seq_len=64)
 
-    run(one, data=2, tensor=2)
+    run(one_rank, data=2, tensor=2)
 
 
 def test_a_mesh_without_ranks_says_how_they_are_started(monkeypatch):
@@ -362,7 +362,7 @@ def test_what_is_not_yes_or_no_is_refused():
 
 
 def test_attention_and_prefill_at_once_are_named_whichever_rank_is_first():
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         x, other = torch.ones(1, 8, 2, 8), mesh.rank
         cache = ra.KVCache.allocate(plan, batch=1, max_len=32, kv_heads=2, head_dim=8, dtype=x.dtype)
@@ -370,7 +370,7 @@ def test_attention_and_prefill_at_once_are_named_whichever_rank_is_first():
             with pytest.raises(ValueError, match=r"do not make the same call: .*call: ring rank 0 has"):
                 ra.prefill(x, x, x, plan, cache) if other == turn else ra.attention(x, x, x, plan)
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 @pytest.mark.slow
@@ -383,7 +383,7 @@ def test_a_compiled_call_without_a_plan_is_refused_in_the_same_words(function):
 
 
 def test_unshard_and_shard_say_what_they_expected():
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64)
         with pytest.raises(ValueError, match="has 16 tokens, the plan is for 64; it is already sharded"):
             plan.shard(torch.zeros(1, 16))
@@ -392,7 +392,7 @@ def test_unshard_and_shard_say_what_they_expected():
         with pytest.raises(ValueError, match="has 64 tokens; a rank of this plan holds 16"):
             plan.unshard(torch.zeros(1, 64))
 
-    run(one, ring=4)
+    run(one_rank, ring=4)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_only_a_tensor_with_that_dim_is_sharded(name, x, dim, says):
 
 
 def test_ranks_unshard_the_same():
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=8)
         x = torch.ones(1, 4, 3, dtype=(torch.float16, torch.bfloat16)[mesh.rank])
         with pytest.raises(ValueError, match=r"x: ring rank 0 has \(1, 4, 3\) float16, ring rank 1 has .* bfloat16"):
@@ -424,11 +424,11 @@ def test_ranks_unshard_the_same():
             plan.unshard(None if mesh.rank else x)
         assert plan.unshard(x.float()).shape == (1, 8, 3)
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
 
 
 def test_empty_documents_and_fully_padded_ranks_give_zeros():
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=5, layout="contiguous")
         q, k, v = (x.requires_grad_() for x in tensors(T=plan.local_len))
         docs = ra.Docs.from_lengths([0, 3, 0], pad_to=5)
@@ -439,7 +439,7 @@ def test_empty_documents_and_fully_padded_ranks_give_zeros():
         assert all(x.grad[:, padding].eq(0).all() for x in (q, k, v))
         return out[:, ~padding].isfinite().all()
 
-    assert all(run(one, ring=8))
+    assert all(run(one_rank, ring=8))
 
 
 @pytest.mark.parametrize("name", ["attention", "linear_attention", "prefill", "decode"])
@@ -464,7 +464,7 @@ def test_every_function_refuses_unknown_words_alike(name):
 def test_a_kernel_that_one_rank_cannot_use_is_refused_on_all(strategy):
     """Only rank 1 has many short documents. Nothing is sent, and the next call works."""
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=400, layout="contiguous", kernel="sdpa_cpu", strategy=strategy)
         x, sent = torch.randn(1, plan.local_len, 1, 8), plan.ring_axis.sent
         with pytest.raises(NotImplementedError, match="ring rank 1 are not few rectangles"):
@@ -472,7 +472,7 @@ def test_a_kernel_that_one_rank_cannot_use_is_refused_on_all(strategy):
         assert plan.ring_axis.sent == sent
         ra.attention(x, x, x, plan)
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
 
 
 def test_a_kernel_that_is_missing_on_one_rank_is_named_on_all(monkeypatch):
@@ -483,10 +483,10 @@ def test_a_kernel_that_is_missing_on_one_rank_is_named_on_all(monkeypatch):
             raise NotImplementedError("tiled is not installed")
         return selected(recipe, rectangles, backward)
 
-    def one(mesh):
+    def one_rank(mesh):
         x = torch.randn(1, 8, 1, 8)
         with pytest.raises(ValueError, match="kernel: ring rank 0 has serves, ring rank 1 has tiled is not installed"):
             ra.attention(x, x, x, ra.plan(mesh, seq_len=16, kernel="tiled"))
 
     monkeypatch.setattr(Recipe, "selected", missing)
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)

@@ -44,13 +44,13 @@ def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
         lengths = mix(ranks * shard, kind, np.random.default_rng(seed))
         starts = np.append(0, np.cumsum(lengths))
         bands = joined(families(AttentionSpec(), ranks * shard, docs=Docs.from_lengths(lengths))[0])
-        found = deal(starts, ranks * shard, ranks, Work.of(bands))
+        results = deal(starts, ranks * shard, ranks, Work.of(bands))
         document = np.repeat(np.arange(len(lengths)), lengths)
         pairs = np.arange(ranks * shard) - starts[document] + 1
-        below, count = np.append(0, np.cumsum(pairs)), [*count, *map(len, found)]
-        work = np.array([sum(below[b] - below[a] for a, b in ranges) for ranges in found])
+        below, count = np.append(0, np.cumsum(pairs)), [*count, *map(len, results)]
+        work = np.array([sum(below[b] - below[a] for a, b in ranges) for ranges in results])
         assert work.max() <= 1.02 * work.mean()
-        for ranges in found:
+        for ranges in results:
             at = np.concatenate([np.arange(a, b) for a, b in ranges])
             last = np.zeros(len(lengths), int)
             np.maximum.at(last, document[at], pairs[at])
@@ -108,7 +108,7 @@ def test_random_calls_equal_dense_float64(capsys):
 def test_unshard_inverts_shard_and_roll_rolls(layout, shift):
     x = torch.randint(0, 99, (2, layout.length, 3))
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=1, layout="balanced", spec=layout.spec).for_docs(layout.docs)
         assert plan == of_text(plan.text)
         mine, real = plan.shard(x), plan.real_tokens()
@@ -117,7 +117,7 @@ def test_unshard_inverts_shard_and_roll_rolls(layout, shift):
 
     rolled = expected(x, shift, 1, layout.docs, -100)
     assert all(torch.equal(whole, x) and torch.equal(moved, rolled)
-               for whole, moved in run(one, ring=layout.ring, ulysses=layout.ulysses))  # fmt: skip
+               for whole, moved in run(one_rank, ring=layout.ring, ulysses=layout.ulysses))  # fmt: skip
 
 
 def test_a_plan_that_a_worker_made_is_bound_to_the_ranks_and_not_dealt_again(monkeypatch):
@@ -125,7 +125,7 @@ def test_a_plan_that_a_worker_made_is_bound_to_the_ranks_and_not_dealt_again(mon
     dealt, deal_once = [], layout_module.deal
     monkeypatch.setattr(layout_module, "deal", lambda *given: dealt.append(1) or deal_once(*given))
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=32, layout="balanced", strategy="ring")
         worker = pickle.loads(pickle.dumps(plan))
         data = pickle.dumps(worker.for_docs(docs))
@@ -138,7 +138,7 @@ def test_a_plan_that_a_worker_made_is_bound_to_the_ranks_and_not_dealt_again(mon
             plan.replace(kernel="tiled").for_docs(pickle.loads(data))
         return bound == pickle.loads(pickle.dumps(bound))
 
-    assert all(run(one, ring=2))
+    assert all(run(one_rank, ring=2))
     assert len(dealt) == 2  # once by each rank's worker
 
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ValueError, match=said):
             make()
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=32, layout="balanced", docs=docs)
         x = torch.randn(1, 16, 2, 4)
         with pytest.raises(ValueError, match="scan='ring': in layout='balanced' maps go straight to the ranks that"):
@@ -166,4 +166,4 @@ def test_what_cannot_be_is_refused():
             ra.prefill(x, x, x, plan, cache)
         return True
 
-    assert all(run(one, ring=2))
+    assert all(run(one_rank, ring=2))

@@ -15,13 +15,13 @@ from ringattn.comms.local import run
 def drawn(seed, count, tokens):
     """Packed sequences of documents with a long tail."""
     random = np.random.default_rng(seed)
-    found = []
+    rows = []
     for _ in range(count):
         lengths: list[int] = []
         while sum(lengths) < tokens:
             lengths.append(int(min(tokens - sum(lengths), max(1, random.lognormal(np.log(tokens / 16), 1.4)))))
-        found.append(lengths)
-    return found
+        rows.append(lengths)
+    return rows
 
 
 @pytest.mark.parametrize("spec", [None, ra.AttentionSpec(window=512), ra.AttentionSpec(causal=False)], ids=str)
@@ -55,8 +55,10 @@ def test_the_loss_of_all_ranks_is_the_same():
 
     plain = [list(range(4)), list(range(4, 8))]
     assert ra.balance(batch, 2) != plain
-    found = [run(lambda mesh, held=held: loss(mesh, held), data=2, ring=2)[0] for held in (plain, ra.balance(batch, 2))]
-    assert found[0] == pytest.approx(found[1], abs=1e-5)
+    losses = [
+        run(lambda mesh, held=held: loss(mesh, held), data=2, ring=2)[0] for held in (plain, ra.balance(batch, 2))
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def test_names_tell_hops_from_kernels():
     hops = "ncclDevKernel_SendRecv(...)", "Memcpy PtoP (Device -> Device)"
     assert [timeline.lane_of(n) for n in (*hops, "_forward_kernel")] == ["hops", "hops", "attention"]
     assert timeline.lane_of("Memset (Device)") is timeline.lane_of("nccl:send 0->1") is None
-    found = [timeline.lane_on_cpu(n) for n in ("gloo:send", "aten::mul", "c10d::send", "ringattn::exchange")]
-    assert found == ["hops", "attention", None, None]
+    results = [timeline.lane_on_cpu(n) for n in ("gloo:send", "aten::mul", "c10d::send", "ringattn::exchange")]
+    assert results == ["hops", "attention", None, None]
 
 
 def test_a_trace_and_a_picture_of_all_ranks(tmp_path):
@@ -66,8 +66,8 @@ def test_pairs_are_those_of_the_mask(mask):
 def test_documents_fill_the_requested_tokens():
     assert masks.mixed(masks.SHORT, 5000) == [512, 4096, 392]
     assert masks.mixed(masks.LONG, 200000)[:17] == [*masks.LONG, masks.LONG[0]]
-    found = masks.cases(["causal", "short", "shared:32:9:3"], [64, 96])
-    assert [(word, case.tokens) for word, case in found] == [
+    results = masks.cases(["causal", "short", "shared:32:9:3"], [64, 96])
+    assert [(word, case.tokens) for word, case in results] == [
         ("causal", 64), ("causal", 96), ("short", 96), ("shared:32:9:3", 59),
     ]  # fmt: skip
 
@@ -80,16 +80,16 @@ def test_what_got_slower_lies_beyond_the_noise(tmp_path):
     old.write_text("".join(json.dumps(row) + "\n" for row in rows))
     new = [{"tokens": t, "mode": "forward", "commit": "c", "ms": ms} for t, ms in
            ((64, 1.22), (64, 1.3), (96, 1.9), (128, 4.1), (256, 1.0))]  # fmt: skip
-    found = compare.compared(new, read(old))
-    assert [row["case"] for row in found] == ["64", "64", "96", "128", "256"]
-    assert [row["verdict"] for row in found] == [
+    results = compare.compared(new, read(old))
+    assert [row["case"] for row in results] == ["64", "64", "96", "128", "256"]
+    assert [row["verdict"] for row in results] == [
         "within the noise",
         "slower",
         "faster",
         "within the noise",
         "not in the file",
     ]
-    assert (found[0]["old"], found[2]["old"], found[2]["ratio"]) == ("1 to 1.2", "2", 0.95)
+    assert (results[0]["old"], results[2]["old"], results[2]["ratio"]) == ("1 to 1.2", "2", 0.95)
     old.write_text('{"ms": 1}\n[2]\n')
     with pytest.raises(ValueError, match="line 2 is not an object"):
         read(old)

@@ -27,8 +27,8 @@ def draw(B=2, T=61, H=4, G=2, D=8, V=8, seed=0):
     return [torch.randn(B, T, h, d, generator=g) for h, d in ((H, D), (G, D), (G, V))]
 
 
-def off(found, expected):
-    return float((found.double() - expected).norm() / expected.norm())
+def off(result, expected):
+    return float((result.double() - expected).norm() / expected.norm())
 
 
 def generate(
@@ -149,7 +149,7 @@ def test_a_window_keeps_only_what_can_still_be_seen():
     q, k, v = draw(B=1, T=400)
     spec = ra.AttentionSpec(window=16)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=8)
         cache = KVCache.allocate(
             plan, batch=1, max_len=400, kv_heads=2, head_dim=8, dtype=q.dtype, window=16, room=8, block=2
@@ -158,7 +158,7 @@ def test_a_window_keeps_only_what_can_still_be_seen():
             prefill(*(plan.shard(x[:, at : at + 8]) for x in (q, k, v)), plan, cache, spec=spec)
         return cache.k.shape[1]
 
-    assert max(run(one, ring=2)) <= (16 + 8) // 2 + 2 * 2
+    assert max(run(one_rank, ring=2)) <= (16 + 8) // 2 + 2 * 2
 
 
 def test_a_chunk_of_all_that_is_left_fits_a_copy_of_a_cache_with_a_window():
@@ -391,8 +391,8 @@ def test_a_cache_serves_in_inference_mode_and_outside_of_it_in_any_order():
                 each.truncate(18)
                 outs.append(decode(*(x[:, 18:] for x in (q, k, v)), each))
                 each.truncate(16)
-            found = torch.cat([outs[0], *outs[-3:-1], outs[-1][:, 2:]], 1)
-            assert off(found, expected) <= LIMIT
+            result = torch.cat([outs[0], *outs[-3:-1], outs[-1][:, 2:]], 1)
+            assert off(result, expected) <= LIMIT
 
 
 @pytest.mark.parametrize("move", ["queries", "keys"])
@@ -404,7 +404,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(sizes, move, monkeypatch):
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("out of memory")
 
-    def one(mesh, fails):
+    def one_rank(mesh, fails):
         plan = ra.plan(mesh, seq_len=16)
         cache = KVCache.allocate(plan, batch=1, max_len=20, kv_heads=2, head_dim=8, dtype=q.dtype, block=4)
         chunk, rest = [plan.shard(x[:, :16]) for x in (q, k, v)], [x[:, 16:] for x in (q, k, v)]
@@ -414,17 +414,17 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(sizes, move, monkeypatch):
                 with pytest.raises(torch.OutOfMemoryError):
                     call(sinks=sinks)
                 assert cache.lengths.tolist() == before
-            found = call()
-        return found
+            result = call()
+        return result
 
     def merged(rows, call, sinks, dtype):
         return real(rows, call, sinks, dtype) if sinks is None else out_of_memory()
 
-    expected, real = run(partial(one, fails=False), **sizes), inference.merged_everywhere
+    expected, real = run(partial(one_rank, fails=False), **sizes), inference.merged_everywhere
     monkeypatch.setattr(inference, "add_sinks", out_of_memory)
     monkeypatch.setattr(inference, "merged_everywhere", merged)
-    for found, whole in zip(run(partial(one, fails=True), **sizes), expected, strict=True):
-        assert torch.equal(found, whole)
+    for result, whole in zip(run(partial(one_rank, fails=True), **sizes), expected, strict=True):
+        assert torch.equal(result, whole)
 
 
 def test_what_is_remembered_of_calls_is_bounded(monkeypatch):

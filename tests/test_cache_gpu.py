@@ -36,8 +36,8 @@ def over_gpus(transport, move):
     q, k, v = (x.cuda() for x in low)
     mesh = ra.init_mesh(ring=ranks, device_type="cuda")
     with torch.no_grad():
-        found = generate(mesh, q, k, v, 8192, 20, 2, 64, move, transport=transport)
-        return off(found, ra.attention(*(x.float() for x in (q, k, v))).double())
+        result = generate(mesh, q, k, v, 8192, 20, 2, 64, move, transport=transport)
+        return off(result, ra.attention(*(x.float() for x in (q, k, v))).double())
 
 
 @pytest.mark.parametrize("move", ["queries", "keys"])
@@ -102,7 +102,7 @@ def test_no_call_waits_for_the_device(move):
     """Once kernels are there, the host plans the next chunk while this one computes."""
     q, k, v = (x.cuda() for x in draw(B=2, T=400, H=8, G=2, D=64, V=64))
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=100)
         cache = KVCache.allocate(plan, batch=2, max_len=400, kv_heads=2, head_dim=64, dtype=q.dtype)
         for at in range(0, 300, 101):
@@ -110,9 +110,9 @@ def test_no_call_waits_for_the_device(move):
             decode(*(x[:, at + 100 : at + 101] for x in (q, k, v)), cache)
         return cache.lengths.tolist()
 
-    first = run(one, device="cuda", ring=2)
+    first = run(one_rank, device="cuda", ring=2)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        assert run(one, device="cuda", ring=2) == first == [[303, 303]] * 2
+        assert run(one_rank, device="cuda", ring=2) == first == [[303, 303]] * 2
     finally:
         torch.cuda.set_sync_debug_mode("default")

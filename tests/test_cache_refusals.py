@@ -167,7 +167,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "says"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
 def test_bad_input_leaves_the_cache_as_it_was(call, says):
-    def one(mesh):
+    def one_rank(mesh):
         given = Filled(mesh)
         cache, before = given.cache, given.cache.state_dict()
         with pytest.raises(ValueError, match=says):
@@ -175,7 +175,7 @@ def test_bad_input_leaves_the_cache_as_it_was(call, says):
         assert torch.equal(cache.k, before["k"]) and torch.equal(cache.v, before["v"])
         assert cache.lengths.tolist() == before["lengths"].tolist() == [16, 16]
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 def test_decode_before_prefill_is_refused():
@@ -330,7 +330,7 @@ def test_a_kernel_that_cannot_is_refused_before_the_cache_grows():
 
 
 def test_ranks_that_disagree_about_the_length_are_named():
-    def one(mesh):
+    def one_rank(mesh):
         q, k, v = draw(T=16)
         plan = ra.plan(mesh, seq_len=16)
         cache = KVCache.allocate(plan, batch=2, max_len=24, kv_heads=2, head_dim=8, dtype=q.dtype)
@@ -345,7 +345,7 @@ def test_ranks_that_disagree_about_the_length_are_named():
             decode(*(x[:, :1] for x in (q, k, v)), cache, spec=ra.AttentionSpec(window=(None, 9)[mesh.rank]))
         assert torch.equal(held, cache.k) and cache.lengths.tolist() == [15, 15]
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_ranks_that_disagree_about_the_length_are_named():
     ],
 )
 def test_ranks_whose_caches_are_laid_out_differently_are_named(given, says):
-    def one(mesh):
+    def one_rank(mesh):
         q, k, v = draw(T=16)
         plan = ra.plan(mesh, seq_len=16)
         sizes = {"batch": 2, "max_len": 256, "kv_heads": 2, "head_dim": 8, "dtype": q.dtype}
@@ -364,4 +364,4 @@ def test_ranks_whose_caches_are_laid_out_differently_are_named(given, says):
         with pytest.raises(ValueError, match=says):
             prefill(*(plan.shard(x) for x in (q, k, v)), plan, cache, spec=ra.AttentionSpec(window=8))
 
-    run(one, ring=2)
+    run(one_rank, ring=2)

@@ -17,12 +17,12 @@ def test_a_calibrated_file_describes_this_machine_and_plans_take_it(tmp_path, ca
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert words.main(["calibrate", f"out={path}", "repeats=1"]) == 0
     assert "measured by ringattn calibrate" in capsys.readouterr().out
-    found = machine.load(path)
-    assert found.memory > 2**28 and found.products > 0 and "measured" in found.source
-    plan = ra.plan(elsewhere(found.device, [(4, 1)]), seq_len=4096, heads=4, head_dim=64, machine=path)
-    assert found.name in plan.explain()
+    result = machine.load(path)
+    assert result.memory > 2**28 and result.products > 0 and "measured" in result.source
+    plan = ra.plan(elsewhere(result.device, [(4, 1)]), seq_len=4096, heads=4, head_dim=64, machine=path)
+    assert result.name in plan.explain()
     monkeypatch.setattr(machine, "OWN", path)
-    assert machine.of_device(found.device) == found
+    assert machine.of_device(result.device) == result
 
 
 def two_ranks():
@@ -32,10 +32,10 @@ def two_ranks():
 
 def test_links_are_measured_among_ranks():
     os.environ.pop("WORLD_SIZE", None)
-    one, two = run(two_ranks, 2)
-    assert one == two or one.inside.bandwidth == two.inside.bandwidth
-    assert one.gpus == 2 and 1e5 < one.inside.bandwidth < 1e13 and 0 < one.inside.latency < 5
-    assert one.between == machine.load("cpu").between
+    first, second = run(two_ranks, 2)
+    assert first == second or first.inside.bandwidth == second.inside.bandwidth
+    assert first.gpus == 2 and 1e5 < first.inside.bandwidth < 1e13 and 0 < first.inside.latency < 5
+    assert first.between == machine.load("cpu").between
 
 
 def two_hosts():
@@ -46,5 +46,5 @@ def two_hosts():
 
 def test_a_link_between_hosts_is_shared_by_the_ranks_of_one_host():
     """Not by those of all hosts: here by one, which got all of it."""
-    found = run(two_hosts, 2)[0]
-    assert found.gpus == 1 and found.between.bandwidth == calibrate.BYTES["cpu"] / 1e-6
+    result = run(two_hosts, 2)[0]
+    assert result.gpus == 1 and result.between.bandwidth == calibrate.BYTES["cpu"] / 1e-6

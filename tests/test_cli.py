@@ -248,10 +248,10 @@ def test_verify_passes_on_threads(capsys):
 
 def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
     def off(case, mesh, given, kernel="auto"):
-        found = exact(case, mesh, given, kernel)
+        results = exact(case, mesh, given, kernel)
         if mesh.rank == 1 and case.layout == "striped":
-            found["dk"] = found["dk"] * 1.0001
-        return found
+            results["dk"] = results["dk"] * 1.0001
+        return results
 
     exact = oracle.run
     monkeypatch.setattr(oracle, "run", off)
@@ -264,10 +264,10 @@ def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
 
 def test_one_wrong_element_fails_where_the_norm_is_small(capsys, monkeypatch):
     def off(case, mesh, given, kernel="auto"):
-        found = exact(case, mesh, given, kernel)
+        results = exact(case, mesh, given, kernel)
         if mesh.rank == 0:
-            found["dq"][0, 0, 0, 0] += 1e-5  # of the first token, which sees one key: it must be 0
-        return found
+            results["dq"][0, 0, 0, 0] += 1e-5  # of the first token, which sees one key: it must be 0
+        return results
 
     exact = oracle.run
     monkeypatch.setattr(oracle, "run", off)
@@ -309,9 +309,9 @@ def test_random_calls_on_jax_devices_pass_and_fail_where_out_is_off(kind, call, 
 
 def test_a_random_call_that_fails_is_repeated_by_the_line_it_prints(capsys, monkeypatch):
     def off(case, mesh, given, kernel="auto", **choices):
-        found = exact(case, mesh, given, kernel, **choices)
-        found["dk"][..., 0] *= 1 + 1e-4 * (mesh.rank == 1)
-        return found
+        results = exact(case, mesh, given, kernel, **choices)
+        results["dk"][..., 0] *= 1 + 1e-4 * (mesh.rank == 1)
+        return results
 
     exact = oracle.run
     with monkeypatch.context() as patched:
@@ -383,8 +383,8 @@ def test_doctor_survives_a_check_that_breaks():
     def breaks():
         raise RuntimeError("the driver is gone")
 
-    (found,) = doctor.survives("gpu", breaks)
-    assert found.state == "bad" and "the driver is gone" in found.detail
+    (result,) = doctor.survives("gpu", breaks)
+    assert result.state == "bad" and "the driver is gone" in result.detail
     assert doctor.package("no-such-package", needed=False) == Finding(
         "none", "no-such-package", "not installed", "pip install no-such-package"
     )

@@ -150,14 +150,14 @@ def test_an_axis_of_one_rank_gives_back_what_it_got():
 
 
 def test_writing_to_a_buffer_in_flight_is_caught():
-    def one(mesh):
+    def one_rank(mesh):
         x = torch.zeros(3)
         pending = axis(mesh, "ring").rotate([x])
         x.add_(1)
         pending.wait()
 
     with pytest.raises(AssertionError, match="written while it was in flight"):
-        run(one, ring=2)
+        run(one_rank, ring=2)
 
 
 def test_a_transfer_nobody_waits_for_is_caught():
@@ -166,13 +166,13 @@ def test_a_transfer_nobody_waits_for_is_caught():
 
 
 def test_one_failed_rank_ends_all_with_its_error():
-    def one(mesh):
+    def one_rank(mesh):
         if mesh.rank == 1:
             raise KeyError("lost")
         axis(mesh, "ring").rotate([torch.zeros(3)]).wait()
 
     with pytest.raises(KeyError, match="lost"):
-        run(one, ring=3)
+        run(one_rank, ring=3)
 
 
 def test_what_nobody_receives_is_caught():
@@ -225,12 +225,12 @@ def test_ranks_that_make_other_meshes_are_named_with_them(own, says):
 
 
 def test_axes_of_a_two_dimensional_mesh_are_independent():
-    def one(mesh):
+    def one_rank(mesh):
         ring, ulysses = axis(mesh, "ring"), axis(mesh, "ulysses")
         x = torch.tensor([10.0 * ring.rank + ulysses.rank])
         return ring.all_gather(x).wait().tolist(), ulysses.all_gather(x).wait().tolist()
 
-    results = run(one, ring=2, ulysses=3)
+    results = run(one_rank, ring=2, ulysses=3)
     assert results[4] == ([1.0, 11.0], [10.0, 11.0, 12.0])  # rank 4 is ring 1, ulysses 1
 
 

@@ -69,9 +69,9 @@ def spread(name):
 def test_logits_and_every_gradient_are_those_of_one_rank(name):
     results = processes.run(spread, 2, name)
     model = build(name, "eager")
-    parts = zip(tokens().split(LENGTHS, 1), weights().split(LENGTHS, 1), strict=True)
+    documents = zip(tokens().split(LENGTHS, 1), weights().split(LENGTHS, 1), strict=True)
     expected = []
-    for ids, w in parts:
+    for ids, w in documents:
         expected.append(model(ids, use_cache=False).logits)
         (expected[-1] * w).sum().backward()
     torch.testing.assert_close(torch.cat([x for x, _ in results], 1), torch.cat(expected, 1), rtol=1e-5, atol=1e-5)
@@ -85,8 +85,8 @@ STEPS = 20
 def packed(step):
     """The documents of one step, other ones in each."""
     g = torch.Generator().manual_seed(step)
-    cuts = sorted((torch.randperm(39, generator=g)[:3] + 1).tolist())
-    return torch.tensor([0, *cuts, 40]), (torch.arange(40) + torch.randint(0, 64, (1, 1), generator=g)) % 64
+    ends = sorted((torch.randperm(39, generator=g)[:3] + 1).tolist())
+    return torch.tensor([0, *ends, 40]), (torch.arange(40) + torch.randint(0, 64, (1, 1), generator=g)) % 64
 
 
 def trained(spread):
@@ -103,12 +103,12 @@ def trained(spread):
             update_ring_flash_attn_params(cu, None)
             mine, at = plan.shard(ids), plan.shard(torch.cat([torch.arange(n) for n in lengths])[None])
             labels = plan.roll(mine, -1, docs=ra.Docs.from_cu_seqlens(cu))
-            parts = [(model(input_ids=mine, position_ids=at, use_cache=False).logits[0], labels[0])]
+            outputs = [(model(input_ids=mine, position_ids=at, use_cache=False).logits[0], labels[0])]
         else:
-            parts = [
+            outputs = [
                 (model(x, use_cache=False).logits[0, :-1], x[0, 1:]) for x in ids.split(lengths, 1) if x.shape[1] > 1
             ]
-        loss = sum(torch.nn.functional.cross_entropy(x, y, reduction="sum") for x, y in parts) / count
+        loss = sum(torch.nn.functional.cross_entropy(x, y, reduction="sum") for x, y in outputs) / count
         loss.backward()
         losses.append(loss.detach())
         if plan:
@@ -161,7 +161,7 @@ def refused():
 
 def test_what_would_be_wrong_is_refused():
     (said,) = processes.run(refused, 1)
-    for found, words in zip(
+    for result, words in zip(
         said,
         (
             "call update_ring_flash_attn_params(cu_seqlens, group) before the model",
@@ -172,7 +172,7 @@ def test_what_would_be_wrong_is_refused():
         ),
         strict=True,
     ):
-        assert words in found
+        assert words in result
 
 
 def test_transformers_gets_its_own_back():

@@ -23,8 +23,8 @@ def blocks(x, rank, ranks, which):
     if which == "stripe":
         return x[rank::ranks]
     if which == "zigzag":
-        parts = x.chunk(2 * ranks)
-        return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
+        chunks = x.chunk(2 * ranks)
+        return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
     return x.chunk(ranks)[rank]
 
 
@@ -79,13 +79,13 @@ def call(which, form, rank, ranks, group, given, options, copied=False):
     heads_last = lse.T if lse.dim() == 2 else lse.transpose(1, 2)
     dout, dlse = (part(given[n], rank, ranks, which) for n in ("dout", "dlse"))
     oracle.loss(out, heads_last, dout, dlse).backward()
-    alone = function(*tensors, *more, group=group, **options)
-    assert torch.equal(alone, out)
+    plain = function(*tensors, *more, group=group, **options)
+    assert torch.equal(plain, out)
     return {"out": out.detach(), "lse": heads_last.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
 
 
-def check(which, found, truth, ranks, where=""):
-    for rank, results in enumerate(found):
+def check(which, result, truth, ranks, where=""):
+    for rank, results in enumerate(result):
         for name, x in results.items():
             error = oracle.error(x, part(truth[name], rank, ranks, which), float(truth[name].norm()))
             assert error <= 2e-6, f"{which} {where} rank {rank}: {name} is off by {error}"
@@ -98,16 +98,16 @@ def test_equals_dense_float64(which, options):
     case = case_of(which, spec)
     given = oracle.inputs(case, torch.float32)
     truth = oracle.dense(case, given)
-    found = run(lambda mesh: call(which, "", mesh.rank, 4, mesh, given, words), ring=4)
-    check(which, found, truth, 4)
+    result = run(lambda mesh: call(which, "", mesh.rank, 4, mesh, given, words), ring=4)
+    check(which, result, truth, 4)
 
 
 @pytest.mark.parametrize("which", FUNCTIONS)
 def test_a_group_of_one_rank(which):
     case = case_of(which, AttentionSpec())
     given = oracle.inputs(case, torch.float32)
-    found = run(lambda mesh: call(which, "", 0, 1, mesh, given, {"causal": True}), ring=1)
-    check(which, found, oracle.dense(case, given), 1)
+    result = run(lambda mesh: call(which, "", 0, 1, mesh, given, {"causal": True}), ring=1)
+    check(which, result, oracle.dense(case, given), 1)
 
 
 @pytest.mark.parametrize("form", ["_kvpacked", "_qkvpacked"])
@@ -118,21 +118,21 @@ def test_packed_forms(which, form):
                 lengths=case_of(which, None).lengths)  # fmt: skip
     given = oracle.inputs(case, torch.float32)
     truth = oracle.dense(case, given)
-    found = run(lambda mesh: call(which, form, mesh.rank, 2, mesh, given, {"causal": True}), ring=2)
-    check(which, found, truth, 2)
+    result = run(lambda mesh: call(which, form, mesh.rank, 2, mesh, given, {"causal": True}), ring=2)
+    check(which, result, truth, 2)
 
 
 def of_groups():
     """Two groups of two ranks, each with its own sequences; then all four ranks."""
-    rank, found = dist.get_rank(), []
+    rank, results = dist.get_rank(), []
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for group, ranks, at in ((groups[rank // 2], 2, rank % 2), (None, 4, rank)):
         for which in FUNCTIONS:
             given = oracle.inputs(
                 case_of(which, AttentionSpec()), torch.float32, seed=0 if group is None else rank // 2
             )
-            found.append(call(which, "", at, ranks, group, given, {"causal": True}, copied=True))
-    return found
+            results.append(call(which, "", at, ranks, group, given, {"causal": True}, copied=True))
+    return results
 
 
 def test_over_process_groups():
@@ -143,7 +143,7 @@ def test_over_process_groups():
             truth = oracle.dense(case, oracle.inputs(case, torch.float32, seed=group))
             check(which, [results[2 * group + r][i] for r in range(2)], truth, 2, f"group {group}")
         truth = oracle.dense(case, oracle.inputs(case, torch.float32))
-        check(which, [one[len(FUNCTIONS) + i] for one in results], truth, 4)
+        check(which, [single[len(FUNCTIONS) + i] for single in results], truth, 4)
 
 
 def test_the_arguments_of_one_rank_for_packed_documents():
@@ -181,9 +181,9 @@ def test_signatures(which):
     for form, first in (("", ["q", "k", "v"]), ("_kvpacked", ["q", "kv"]), ("_qkvpacked", ["qkv"])):
         name = f"{FUNCTIONS[which]}{form}_func"
         function = getattr(compat, name)
-        found = signature(function).parameters
-        assert [*found] == [*first, *more, *LAST, "softcap"] and found["softcap"].kind == found["softcap"].KEYWORD_ONLY
-        assert found["causal"].default is False and found["window_size"].default == (-1, -1)
+        given = signature(function).parameters
+        assert [*given] == [*first, *more, *LAST, "softcap"] and given["softcap"].kind == given["softcap"].KEYWORD_ONLY
+        assert given["causal"].default is False and given["window_size"].default == (-1, -1)
         assert function.__name__ == name and name in compat.__all__
 
 
@@ -231,8 +231,8 @@ def test_what_is_not_in_its_layout_is_refused():
 def test_keys_of_another_sequence():
     case = Case("cross", seq_len=16, key_len=24, spec=AttentionSpec(causal=False))
     given = oracle.inputs(case, torch.float32)
-    found = run(lambda mesh: call("ring", "", mesh.rank, 2, mesh, given, {}), ring=2)
-    check("ring", found, oracle.dense(case, given), 2)
+    result = run(lambda mesh: call("ring", "", mesh.rank, 2, mesh, given, {}), ring=2)
+    check("ring", result, oracle.dense(case, given), 2)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -255,9 +255,9 @@ def test_cu_seqlens_that_are_filled_again_are_read_again(which, inference):
                 more = (cu, cu, *more[2:])
             cu.numpy()[1] = 10
             after = function(*q, *more, causal=True, group=mesh)
-            for lengths, found in (([4, 12], before), ([10, 6], after)):
+            for lengths, result in (([4, 12], before), ([10, 6], after)):
                 expected = ra.attention(*(x[None] for x in q), docs=ra.Docs.from_lengths(lengths))[0]
-                assert (found - expected).abs().max() < 1e-5, lengths
+                assert (result - expected).abs().max() < 1e-5, lengths
 
     run(of, ring=1)
 
@@ -297,8 +297,8 @@ def test_compiled():
         return y + compat.llama3_flash_attn_varlen_func(*3 * [y[0]], *a[:4], 1, a[4], causal=True)
 
     with alone():
-        found = torch.compile(model, backend="aot_eager")(x)
-        torch.testing.assert_close(found, model(x))
-        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, model(x))))
+        result = torch.compile(model, backend="aot_eager")(x)
+        torch.testing.assert_close(result, model(x))
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (result, model(x))))
         alone_ = torch.compile(compat.stripe_flash_attn_func, backend="aot_eager")
         torch.testing.assert_close(alone_(x, x, x, causal=True), compat.stripe_flash_attn_func(x, x, x, causal=True))

@@ -44,8 +44,8 @@ def results(module, given, mine, options, together=False):
     return {"out": out.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
 
 
-def check(found, truth, mine, where):
-    for name, x in found.items():
+def check(outputs, truth, mine, where):
+    for name, x in outputs.items():
         error = oracle.error(x, mine(truth[name]), float(truth[name].norm()))
         assert error <= 2e-6, f"{where}: {name} is off by {error}"
 
@@ -63,7 +63,7 @@ def test_a_ring_of_ulysses_ranks_equals_dense_float64(name, options):
     given = oracle.inputs(case, torch.float32)
     truth = dense(case, given)
 
-    def one(mesh):
+    def one_rank(mesh):
         r, u = (mesh.coordinates[n] for n in ("ring", "ulysses"))
         module = compat.LongContextAttention(ring_impl_type=name, mesh=mesh)
 
@@ -72,7 +72,7 @@ def test_a_ring_of_ulysses_ranks_equals_dense_float64(name, options):
 
         check(results(module, given, mine, words), truth, mine, f"ring rank {r}, Ulysses rank {u}")
 
-    run(one, ring=2, ulysses=2)
+    run(one_rank, ring=2, ulysses=2)
 
 
 def test_fewer_key_heads_than_ulysses_ranks():
@@ -80,13 +80,13 @@ def test_fewer_key_heads_than_ulysses_ranks():
     given = oracle.inputs(case, torch.float32)
     truth = dense(case, given)
 
-    def one(mesh):
+    def one_rank(mesh):
         def mine(x):
             return x.chunk(4, 1)[mesh.rank]
 
         check(results(compat.UlyssesAttention(mesh), given, mine, {"causal": True}), truth, mine, f"rank {mesh.rank}")
 
-    run(one, ulysses=4)
+    run(one_rank, ulysses=4)
 
 
 def of_groups():
@@ -94,9 +94,9 @@ def of_groups():
     rank = dist.get_rank()
     for ulysses, ring, low in ((2, 2, True), (2, 2, False), (4, 1, True), (1, 4, False), (1, 2, True), (2, 1, False)):
         compat.set_seq_parallel_pg(ulysses, ring, rank, 4, low)
-        place = dist.get_rank(compat.PROCESS_GROUP.RING_PG), dist.get_rank(compat.PROCESS_GROUP.ULYSSES_PG)
+        ranks = dist.get_rank(compat.PROCESS_GROUP.RING_PG), dist.get_rank(compat.PROCESS_GROUP.ULYSSES_PG)
         where = rank % (ring * ulysses)
-        assert place == (divmod(where, ulysses) if low else divmod(where, ring)[::-1])
+        assert ranks == (divmod(where, ulysses) if low else divmod(where, ring)[::-1])
         case = Case("groups", seq_len=T, kv_heads=4)
         given = oracle.inputs(case, torch.float32, seed=rank // (ring * ulysses))
         truth = dense(case, given)
@@ -105,21 +105,21 @@ def of_groups():
         if ring == 1:
             modules["ulysses"] = compat.UlyssesAttention(sequence_process_group=compat.PROCESS_GROUP.ULYSSES_PG)
         for name, module in modules.items():
-            cut = {"together": "zigzag", "ulysses": "basic"}.get(name, name)
+            layout = {"together": "zigzag", "ulysses": "basic"}.get(name, name)
 
-            def mine(x, cut=cut, place=place, ring=ring, ulysses=ulysses):
-                found = compat.EXTRACT_FUNC_DICT[cut](x, rank, world_size=4, rd=ring, ud=ulysses)
-                assert torch.equal(found, part(x, cut, *place, ring, ulysses))
-                return found
+            def mine(x, layout=layout, ranks=ranks, ring=ring, ulysses=ulysses):
+                result = compat.EXTRACT_FUNC_DICT[layout](x, rank, world_size=4, rd=ring, ud=ulysses)
+                assert torch.equal(result, part(x, layout, *ranks, ring, ulysses))
+                return result
 
-            found = results(module, given, mine, {"causal": True}, together=name == "together")
-            check(found, truth, mine, f"{name}, ulysses {ulysses}, ring {ring}, rank {rank}")
+            result = results(module, given, mine, {"causal": True}, together=name == "together")
+            check(result, truth, mine, f"{name}, ulysses {ulysses}, ring {ring}, rank {rank}")
     with pytest.raises(ValueError, match=f"rank=9, world_size=4: this is rank {rank} of 4"):
         compat.set_seq_parallel_pg(2, 2, 9, 4)
     case = Case("all", seq_len=T, kv_heads=4)
     given = oracle.inputs(case, torch.float32)
-    found = results(compat.UlyssesAttention(), given, lambda x: x.chunk(4, 1)[rank], {"causal": True})
-    check(found, dense(case, given), lambda x: x.chunk(4, 1)[rank], f"all ranks, rank {rank}")
+    result = results(compat.UlyssesAttention(), given, lambda x: x.chunk(4, 1)[rank], {"causal": True})
+    check(result, dense(case, given), lambda x: x.chunk(4, 1)[rank], f"all ranks, rank {rank}")
 
 
 def test_over_process_groups():
@@ -162,11 +162,11 @@ def test_signatures():
 def test_what_is_not_supported_is_refused(given, error):
     q = torch.ones(1, 4, 4, 8)
 
-    def one(mesh):
+    def one_rank(mesh):
         with pytest.raises(ValueError, match=error):
             compat.LongContextAttention(mesh=mesh)(q, q, q, **given)
 
-    run(one, ring=1)
+    run(one_rank, ring=1)
 
 
 def test_modules_that_cannot_be_made():
@@ -191,13 +191,13 @@ def test_every_kind_of_kernel_and_every_function_of_a_ring():
     expected = ra.attention(x, x, x)
     packed = torch.stack([x, x, x], 2)
 
-    def one(mesh):
+    def one_rank(mesh):
         for kind in compat.AttnType:
             assert compat.AttnType.from_string(kind.value) is kind
             if "sage" not in kind.value:
                 module = compat.LongContextAttention(2, 1, "basic_flashinfer", False, False, kind, None, mesh=mesh)
-                found = module(x, x, x, 0.0, None, True, (-1, -1), 0.0, None, False, True, "more")
-                torch.testing.assert_close(found, expected)
+                result = module(x, x, x, 0.0, None, True, (-1, -1), 0.0, None, False, True, "more")
+                torch.testing.assert_close(result, expected)
         for name, function in compat.RING_IMPL_QKVPACKED_DICT.items():
             out, *_ = function(packed, 0.0, None, True, (-1, -1), 0.0, None, False, True, mesh, attn_type="fa3")
             torch.testing.assert_close(out, expected)
@@ -208,7 +208,7 @@ def test_every_kind_of_kernel_and_every_function_of_a_ring():
         capped = ra.AttentionSpec(softcap=1.0)
         torch.testing.assert_close(out[None], ra.attention(x, x, x, spec=capped, docs=ra.Docs.from_lengths([4, 12])))
 
-    run(one, ring=1)
+    run(one_rank, ring=1)
     with pytest.raises(ValueError, match="'x' is not a valid AttnType"):
         compat.AttnType.from_string("x")
     functions = {name for name in compat.__all__ if name.endswith("_func")}

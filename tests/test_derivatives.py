@@ -50,14 +50,14 @@ def test_a_gradient_penalty_is_refused_where_only_its_inputs_depend_on_a_weight(
 
 @pytest.mark.parametrize("sizes", [{"ring": 2}, {"ulysses": 2}], ids=str)
 def test_a_gradient_penalty_is_refused_over_ranks_whatever_the_loss(sizes):
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=8)
         x = plan.shard(X).requires_grad_()
         (grad,) = torch.autograd.grad(ra.attention(x, x, x, plan).sum(), x, create_graph=True)
         with pytest.raises(NotImplementedError, match=r"second derivatives of ringattn.attention are not"):
             grad.square().sum().backward()
 
-    run(one, **sizes)
+    run(one_rank, **sizes)
 
 
 def test_a_graph_of_gradients_that_nobody_differentiates_changes_nothing():
@@ -88,13 +88,13 @@ def test_forward_mode_is_refused_where_it_begins_outside_a_compiled_graph_or_in_
 
 
 def test_forward_mode_through_a_convolution_is_refused_on_every_rank():
-    def one(mesh):
+    def one_rank(mesh):
         plan, x = ra.plan(mesh, seq_len=16), torch.ones(1, 8, 3)
         with pytest.raises(ValueError, match="x carries a tangent"):
             causal_convolution(forward_ad.make_dual(x, x), torch.ones(3, 4), plan)
 
     with forward_ad.dual_level():  # of all threads: two cannot enter one
-        run(one, ring=2, timeout=20)
+        run(one_rank, ring=2, timeout=20)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)

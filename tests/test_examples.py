@@ -47,8 +47,8 @@ def test_the_ring_in_one_file_equals_the_library():
         out = one_file.ring_attention(*inputs, starts, 96, Circle(mesh.axis("ring")))
         return mine, [out.detach(), *torch.autograd.grad(out, inputs, dout[:, mine])]
 
-    for mine, found in run(one_rank, ring=4):
-        for ours, theirs in zip(found, expected, strict=True):
+    for mine, results in run(one_rank, ring=4):
+        for ours, theirs in zip(results, expected, strict=True):
             torch.testing.assert_close(ours, theirs[:, mine], atol=2e-5, rtol=1e-4)
     assert len((EXAMPLES / "ring_in_one_file.py").read_text().splitlines()) <= 250
 

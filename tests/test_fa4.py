@@ -62,8 +62,8 @@ def some_intervals(rng: np.random.Generator, T: int, S: int, rows: int = 1) -> t
         end = np.sort(rng.integers(0, S + 1, T))
         begin = np.maximum(end - 100, 0)
     if rng.integers(3) == 0:
-        cut = int(rng.integers(0, T + 1))
-        end = np.concatenate([begin[:cut], end[cut:]]) if rng.integers(2) else np.concatenate([end[:cut], begin[cut:]])
+        at = int(rng.integers(0, T + 1))
+        end = np.concatenate([begin[:at], end[at:]]) if rng.integers(2) else np.concatenate([end[:at], begin[at:]])
         end = np.maximum.accumulate(end)
         begin = np.minimum(begin, end)
     if rows == 1:
@@ -128,7 +128,7 @@ def test_lists_hold_every_tile_once(seed: int) -> None:
     grid = -(-T // queries), -(-S // keys)
     for host in (True, False):
         for by_keys in (False, True):
-            found = block_lists(intervals(begin, end, host), S, queries, keys, by_keys)
+            results = block_lists(intervals(begin, end, host), S, queries, keys, by_keys)
             for row, (b, e) in enumerate(zip(begin, end, strict=True)):
                 dense = np.zeros((grid[0] * queries, grid[1] * keys), bool)
                 dense[:T, :S] = (b[:, None] <= np.arange(S)) & (np.arange(S) < e[:, None])
@@ -138,7 +138,7 @@ def test_lists_hold_every_tile_once(seed: int) -> None:
                 for block in range(len(some)):
                     masked, full = (
                         index[row, 0, block, : int(count[row, 0, block])].tolist()
-                        for count, index in (found[:2], found[2:])
+                        for count, index in (results[:2], results[2:])
                     )
                     assert sorted(masked + full) == np.flatnonzero(some[block]).tolist()
                     assert every[block][full].all()
@@ -172,11 +172,11 @@ def test_tune_writes_rates_that_auto_uses(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(rates, "RATES", {})
     options = tune.Options(what="rates", tokens=64, heads=2, kv_heads=1, dtype="float32")
     monkeypatch.setattr(tune, "steady_ms", lambda call, device: call() is None or 1.0)
-    found = tune.rates_of(options, 16, "cpu", ("tiled", "sdpa_cpu"))
-    assert {key.split("/")[2] for key in found if "tiled" in key} == {"rectangles", "packed", "long", "short"}
-    rates.save({key.replace("sm00/tiled", "sm90/triton"): row for key, row in found.items()}, tmp_path / "rates.json")
+    results = tune.rates_of(options, 16, "cpu", ("tiled", "sdpa_cpu"))
+    assert {key.split("/")[2] for key in results if "tiled" in key} == {"rectangles", "packed", "long", "short"}
+    rates.save({key.replace("sm00/tiled", "sm90/triton"): row for key, row in results.items()}, tmp_path / "rates.json")
     rates.use(tmp_path / "rates.json")
-    assert rates.rate("triton", (9, 0), "long", (16, 16), backward=True) == found["sm00/tiled/long/16"][1] > 0
+    assert rates.rate("triton", (9, 0), "long", (16, 16), backward=True) == results["sm00/tiled/long/16"][1] > 0
     options = replace(options, value_dim=8)
     assert "sm00/tiled/long/16x8" in tune.rates_of(options, 16, "cpu", ("tiled",))
     select.cache_clear()
@@ -254,8 +254,8 @@ def test_a_backward_pass_of_two_own_masks_takes_them(fa4_here) -> None:
     q, k = (torch.zeros(1, T, 1, 8) for _ in "qk")
 
     def masks(begin: np.ndarray, end: np.ndarray) -> list[str]:
-        found = fa4.rectangles_of(intervals(begin[None], end[None], True), q, k, k, True)
-        return [f"{x.queries.start} {x.keys.stop} {getattr(x.mask, 'options', 'lists')}" for x in found]
+        results = fa4.rectangles_of(intervals(begin[None], end[None], True), q, k, k, True)
+        return [f"{x.queries.start} {x.keys.stop} {getattr(x.mask, 'options', 'lists')}" for x in results]
 
     step = np.where(t < T // 2, t + 1, T)
     assert masks(t * 0, step) == ["0 2048 {'causal': True}", "2048 4096 {'causal': False}"]
@@ -315,7 +315,7 @@ def test_any_intervals_equal_float64(dims: tuple[int, int], part: int) -> None:
         dlse = torch.randn(B, T, H, device="cuda", generator=generator) if trial % 3 == 0 else None
         wide = [x.double() for x in (q, k, v)]
         truth = oracle.attend(*wide, where, scale=D**-0.5)
-        live = sum(one.begin < one.end for one in where.families).bool()[..., None].expand(B, T, H)
+        live = sum(family.begin < family.end for family in where.families).bool()[..., None].expand(B, T, H)
         delta = (truth.out * dout).sum(-1) - (0 if dlse is None else dlse)
         expected = oracle.attend_backward(
             *wide, where, dout.double(), truth.lse, torch.where(live, delta, 0), scale=D**-0.5
@@ -325,10 +325,10 @@ def test_any_intervals_equal_float64(dims: tuple[int, int], part: int) -> None:
         assert not live.any() or (part.lse - truth.lse)[live].abs().max() < 2e-4
         out = truth.out.to(q.dtype)
         rows_delta = None if dlse is None else row_delta(out, dout, dlse)
-        found = kernel.attend_backward(
+        results = kernel.attend_backward(
             q, k, v, where, dout, truth.lse.float(), rows_delta, scale=D**-0.5, out=out if dlse is None else None
         )
-        for name, a, b in zip(("out", "dq", "dk", "dv"), (part.out, *found), (truth.out, *expected), strict=True):
+        for name, a, b in zip(("out", "dq", "dk", "dv"), (part.out, *results), (truth.out, *expected), strict=True):
             # of a query with one key dq is 0; delta in float32 misses that by 2e-5, for numbers of length 16
             error = ((a.double() - b).norm() / b.norm().clamp_min(1e-2)).item()
             assert error < 8e-3, f"trial {trial}, {name} is off by {error}: {rows} rows, {T} queries, {S} keys"

@@ -98,14 +98,14 @@ def test_as_an_op_whose_plan_is_a_text():
     case = replace(CUT, ring=2, ulysses=2, spec=WINDOW)
     random = oracle.inputs(case, torch.float32)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = oracle.plan_of(case, mesh)
         assert of_text(plan.text) == plan
         given = *(oracle.local(random[name], plan) for name in "qkv"), plan
-        found = attention_op(*given, case.spec, case.docs, None, None, False)
-        return torch.equal(found[0], ra.attention(*given, spec=case.spec, docs=case.docs))
+        results = attention_op(*given, case.spec, case.docs, None, None, False)
+        return torch.equal(results[0], ra.attention(*given, spec=case.spec, docs=case.docs))
 
-    assert all(run(one, ring=2, ulysses=2))
+    assert all(run(one_rank, ring=2, ulysses=2))
 
 
 @settings(max_examples=12)
@@ -114,7 +114,7 @@ def test_unshard_inverts_shard_and_roll_rolls(layout, shift, packed):
     x = torch.randint(0, 99, (2, layout.length, 3))
     docs = layout.docs if packed else None
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=1, layout=layout.name).for_docs(layout.docs)
         mine = plan.shard(x)
         assert torch.equal(mine, x[:, plan.positions()]) and plan.real_tokens().all()
@@ -122,7 +122,7 @@ def test_unshard_inverts_shard_and_roll_rolls(layout, shift, packed):
 
     rolled = expected(x, shift, 1, docs, -100)
     assert all(torch.equal(whole, x) and torch.equal(moved, rolled)
-               for whole, moved in run(one, ring=layout.ring, ulysses=layout.ulysses))  # fmt: skip
+               for whole, moved in run(one_rank, ring=layout.ring, ulysses=layout.ulysses))  # fmt: skip
 
 
 def test_one_rank_holds_documents_of_odd_lengths():
@@ -149,23 +149,23 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"has their length: use plan.for_docs\(docs\)"):
         made.for_length(64)
 
-    def one(mesh):
-        cut = ra.plan(mesh, seq_len=32, layout="zigzag").for_docs(docs)
+    def one_rank(mesh):
+        dealt = ra.plan(mesh, seq_len=32, layout="zigzag").for_docs(docs)
         x = torch.randn(1, 16, 2, 4)
         with pytest.raises(ValueError, match="a state would have to pass them all for every document"):
-            ra.linear_attention(x, x, x, None, cut)
+            ra.linear_attention(x, x, x, None, dealt)
         with pytest.raises(ValueError, match="a state would have to pass"):
-            ra.nn.GatedDeltaNet(8, 2, convolution=3)(torch.randn(1, 16, 8), cut)
-        cache = ra.KVCache.allocate(cut, batch=1, max_len=64, kv_heads=2, head_dim=4, dtype="float32")
+            ra.nn.GatedDeltaNet(8, 2, convolution=3)(torch.randn(1, 16, 8), dealt)
+        cache = ra.KVCache.allocate(dealt, batch=1, max_len=64, kv_heads=2, head_dim=4, dtype="float32")
         with pytest.raises(ValueError, match="and a chunk is one; use the plan without"):
-            ra.prefill(x, x, x, cut, cache)
+            ra.prefill(x, x, x, dealt, cache)
         return True
 
-    assert all(run(one, ring=2))
+    assert all(run(one_rank, ring=2))
 
 
 def test_ranks_that_lay_out_other_documents_are_named():
-    def one(mesh):
+    def one_rank(mesh):
         lengths = [16, 16] if mesh.rank else [8, 24]
         plan = ra.plan(mesh, seq_len=32, layout="zigzag").for_docs(Docs.from_lengths(lengths))
         x = torch.randn(1, 16, 2, 4)
@@ -173,4 +173,4 @@ def test_ranks_that_lay_out_other_documents_are_named():
             ra.attention(x, x, x, plan)
         return True
 
-    assert all(run(one, ring=2))
+    assert all(run(one_rank, ring=2))

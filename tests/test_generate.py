@@ -47,12 +47,12 @@ def test_the_text_is_that_of_the_whole_model(trained, example):
     """Greedy: every byte is the likeliest after all before it, as one pass over the finished text says it."""
     prompt, cpu = torch.tensor([list(PROMPT.encode())]), torch.device("cpu")
 
-    def one(mesh):
+    def one_rank(mesh):
         decoder = example.load(example.found(trained), cpu, max_len=len(PROMPT) + COUNT)
         plan = ra.plan(mesh, seq_len=prompt.shape[1])
         return list(example.generate(decoder, plan, prompt, COUNT, warmth=0, chunk=3))
 
-    texts = run_ranks(one, ring=2, ulysses=2)
+    texts = run_ranks(one_rank, ring=2, ulysses=2)
     assert all(text == texts[0] for text in texts)
     decoder = example.load(example.found(trained), cpu, max_len=1)
     whole = torch.cat([prompt, torch.tensor([texts[0]])], 1)

@@ -47,8 +47,8 @@ def compare(case: Case, mesh: object, dtype: torch.dtype, kernel: str = "auto") 
     given = oracle.inputs(case, dtype)
     truth = oracle.dense(case, given)
     allowed = limits(case, given, truth)
-    found = oracle.run(case, mesh, {n: x.cuda() for n, x in given.items()}, kernel)
-    errors = oracle.errors(case, mesh, found, truth)
+    result = oracle.run(case, mesh, {n: x.cuda() for n, x in given.items()}, kernel)
+    errors = oracle.errors(case, mesh, result, truth)
     return [f"{case} {dtype}: {n} {e:.1e} > {allowed[n]:.1e}" for n, e in errors.items() if not e <= allowed[n]]
 
 
@@ -96,8 +96,8 @@ def every_case(ranks: int, transport: str) -> list[str]:
             runs += [("cudnn", torch.bfloat16)] * vendor
         for kernel, dtype in runs:
             given, truth, allowed = answers(case.name, dtype)
-            found = oracle.run(case, mesh, {n: x.cuda() for n, x in given.items()}, kernel, by=transport)
-            errors = oracle.errors(case, mesh, found, truth)
+            result = oracle.run(case, mesh, {n: x.cuda() for n, x in given.items()}, kernel, by=transport)
+            errors = oracle.errors(case, mesh, result, truth)
             off += [f"{case} {kernel} {dtype}: {n} {e:.1e}" for n, e in errors.items() if not e <= allowed[n]]
     return off
 

@@ -94,14 +94,14 @@ def compare(name: str, real: torch.Tensor | None = None, more: dict | None = Non
     output.loss.backward()
     copies = [deepcopy(model) for _ in range(4)]
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T, strategy="ring", layout="zigzag")
         mine = hf.prepare(copies[mesh.rank], plan)
-        found = mine(batch(), labels=labels, **given)
-        found.loss.backward()
-        return float(found.loss.detach()), plan.unshard(found.logits.detach()), gradients(mine)
+        result = mine(batch(), labels=labels, **given)
+        result.loss.backward()
+        return float(result.loss.detach()), plan.unshard(result.logits.detach()), gradients(mine)
 
-    results = run(one, ring=2, ulysses=2)
+    results = run(one_rank, ring=2, ulysses=2)
     real = torch.ones(2, T, dtype=torch.bool) if real is None else real
     for loss, logits, _ in results:
         assert loss == pytest.approx(float(output.loss.detach()), abs=2e-6)
@@ -157,17 +157,17 @@ def test_packed_documents_are_each_document_alone(name):
     model = build(name)
     copies = [deepcopy(model) for _ in range(4)]
     with torch.no_grad():
-        alone = [
+        separate = [
             torch.cat([model(d[None]).logits[0] for d in row.split(n)]) for row, n in zip(batch(), LENGTHS, strict=True)
         ]
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T, layout="contiguous" if name in LINEAR else "auto")
         with torch.no_grad():
             return plan.unshard(hf.prepare(copies[mesh.rank], plan)(batch(), position_ids=positions()).logits)
 
-    for logits in run(one, ring=4):
-        torch.testing.assert_close(logits, torch.stack(alone), rtol=1e-5, atol=1e-5)
+    for logits in run(one_rank, ring=4):
+        torch.testing.assert_close(logits, torch.stack(separate), rtol=1e-5, atol=1e-5)
 
 
 def flattened(**which):
@@ -193,14 +193,14 @@ def test_batches_of_the_flattening_collator_equal_one_rank(name, which):
     output = plain(**flattened(), use_cache=False)
     output.loss.backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         mine = hf.prepare(copies[mesh.rank], plan)
-        found = mine(**given)
-        found.loss.backward()
-        return float(found.loss.detach()), plan.unshard(found.logits.detach()), gradients(mine)
+        result = mine(**given)
+        result.loss.backward()
+        return float(result.loss.detach()), plan.unshard(result.logits.detach()), gradients(mine)
 
-    results = run(one, ring=2, ulysses=2)
+    results = run(one_rank, ring=2, ulysses=2)
     for loss, logits, _ in results:
         assert loss == pytest.approx(float(output.loss.detach()), abs=2e-6)
         torch.testing.assert_close(logits, output.logits, rtol=1e-5, atol=1e-5)
@@ -245,14 +245,14 @@ def test_labels_that_are_shifted_already(packed):
     expected = plain(batch(), labels=batch(), shift_labels=shifted, use_cache=False, **given).loss
     expected.backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
-        alone = mine(batch(), shift_labels=shifted, **given).loss  # and labels are not needed
-        assert torch.equal(alone, mine(batch(), labels=batch(), shift_labels=shifted, **given).loss)
-        alone.backward()
-        return float(alone.detach()), gradients(mine)
+        loss_without = mine(batch(), shift_labels=shifted, **given).loss  # and labels are not needed
+        assert torch.equal(loss_without, mine(batch(), labels=batch(), shift_labels=shifted, **given).loss)
+        loss_without.backward()
+        return float(loss_without.detach()), gradients(mine)
 
-    (loss, mine), (_, other) = run(one, ring=2)
+    (loss, mine), (_, other) = run(one_rank, ring=2)
     assert loss == pytest.approx(float(expected.detach()), abs=2e-6)
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(mine[name] + other[name], gradient, rtol=1e-4, atol=2e-6)
@@ -271,7 +271,7 @@ def test_another_length_and_gradient_checkpointing():
     tokens = batch()[:, :22]
     plain(tokens, labels=tokens, use_cache=False).loss.backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
         older = not hasattr(mine, "activation_checkpointing_enable")
         enable = mine.gradient_checkpointing_enable if older else mine.activation_checkpointing_enable
@@ -280,7 +280,7 @@ def test_another_length_and_gradient_checkpointing():
         mine(tokens, labels=tokens).loss.backward()
         return gradients(mine)
 
-    shares = run(one, ring=2)
+    shares = run(one_rank, ring=2)
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(shares[0][name] + shares[1][name], gradient, rtol=1e-4, atol=2e-6)
 
@@ -298,7 +298,7 @@ def test_adapters_around_or_within_a_prepared_model(adapters_first):
     models = [lora(build("Llama")) if adapters_first else build("Llama") for _ in range(2)]
     lock = threading.Lock()  # ranks are threads, and seeds are the process's
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = hf.prepare(models[mesh.rank], ra.plan(mesh, seq_len=T))
         with lock:
             mine = mine if adapters_first else lora(mine)
@@ -306,7 +306,7 @@ def test_adapters_around_or_within_a_prepared_model(adapters_first):
         mine(input_ids=batch(), labels=batch()).loss.backward()
         return gradients(mine)
 
-    shares = run(one, ring=2)
+    shares = run(one_rank, ring=2)
     assert sum(bool(g.any()) for g in gradients(plain).values()) == 8
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(shares[0][name] + shares[1][name], gradient, rtol=1e-4, atol=2e-6)
@@ -325,17 +325,17 @@ def test_layers_are_compiled_and_what_is_around_them_is_not(name):
     if name != "Llama":  # whose own documents see each other
         hf.prepare(plain, plan_of_one())
     given = [{"position_ids": torch.tensor([[*range(n), *range(T - n)]]).expand(2, T)} for n in (20, 11)]
-    expected = [plain(batch(), labels=batch(), use_cache=False, **one).loss for one in ({}, *given)]
+    expected = [plain(batch(), labels=batch(), use_cache=False, **words).loss for words in ({}, *given)]
     sum(expected).backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
         call = torch.compile(mine, backend=counter) if mesh.rank == 0 else mine
         losses = [call(batch(), labels=batch(), **each).loss for each in ({}, *given)]
         sum(losses).backward()
         return [float(loss.detach()) for loss in losses], gradients(mine)
 
-    (losses, mine), (_, other) = run(one, timeout=600.0, ring=2)
+    (losses, mine), (_, other) = run(one_rank, timeout=600.0, ring=2)
     assert losses == pytest.approx([float(loss.detach()) for loss in expected], abs=2e-6)
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(mine[name] + other[name], gradient, rtol=1e-4, atol=2e-6)
@@ -447,12 +447,12 @@ def test_positions_by_a_rule_of_the_model(kind, embedded):
     with torch.no_grad():
         expected = model(**given, attention_mask=mask, use_cache=False).logits
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         with torch.no_grad():
             return plan.unshard(hf.prepare(copies[mesh.rank], plan)(**given, attention_mask=mask).logits)
 
-    for logits in run(one, ring=2):
+    for logits in run(one_rank, ring=2):
         torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
@@ -466,14 +466,14 @@ def test_logits_of_some_tokens_are_on_every_rank(keep, strategy):
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     (expected * weight).sum().backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         layout = "zigzag" if strategy == "ring" else "contiguous"
         mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T, strategy=strategy, layout=layout))
-        found = mine(batch(), logits_to_keep=keep).logits
-        (found * weight).sum().backward()
-        return found.detach(), gradients(mine)
+        result = mine(batch(), logits_to_keep=keep).logits
+        (result * weight).sum().backward()
+        return result.detach(), gradients(mine)
 
-    results = run(one, ring=2, ulysses=2)
+    results = run(one_rank, ring=2, ulysses=2)
     for logits, _ in results:
         torch.testing.assert_close(logits, expected.detach(), rtol=1e-5, atol=1e-5)
     for name, gradient in gradients(plain).items():
@@ -491,13 +491,13 @@ def test_gradients_for_what_averages_them_and_losses_divided_by_a_count():
     expected = sum(plain(**x, num_items_in_batch=count, use_cache=False).loss for x in given)
     expected.backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T), averaged=True)
         loss = sum(mine(**x, num_items_in_batch=count).loss for x in given)
         loss.backward()
         return float(loss.detach()), gradients(mine)
 
-    results = run(one, ring=2)
+    results = run(one_rank, ring=2)
     assert [loss for loss, _ in results] == pytest.approx([float(expected.detach())] * 2, abs=2e-6)
     for name, gradient in gradients(plain).items():
         mean = (results[0][1][name] + results[1][1][name]) / 2
@@ -526,10 +526,10 @@ def test_models_of_the_same_config_do_not_change(kind):
     config = build("Llama").config if kind == "Llama" else seeing("llava").config
     model, other = (getattr(transformers, type(seeing("llava") if kind == "Llava" else build(kind)).__name__)(config)
                     for _ in range(2))  # fmt: skip
-    expected, parts = other(batch(), use_cache=False).logits, hf_model.configs_of(other)
-    before = [part._attn_implementation for part in parts]
+    expected, configs = other(batch(), use_cache=False).logits, hf_model.configs_of(other)
+    before = [each._attn_implementation for each in configs]
     hf.prepare(model, plan_of_one())(batch())
-    assert [part._attn_implementation for part in parts] == before
+    assert [each._attn_implementation for each in configs] == before
     assert torch.equal(other(batch(), use_cache=False).logits, expected)
     assert all(m.config is model.config for m in model.modules() if getattr(m, "config", None) == model.config)
     model.resize_token_embeddings(70)
@@ -715,8 +715,8 @@ def test_what_is_changed_after_prepare_is_refused():
 
 def test_results_come_by_name_the_loss_first():
     model, tokens = hf.prepare(build("Llama"), plan_of_one()), batch()
-    found = model(tokens, labels=tokens)
-    assert list(found.keys()) == ["loss", "logits"] and found[0] is found.loss
+    results = model(tokens, labels=tokens)
+    assert list(results.keys()) == ["loss", "logits"] and results[0] is results.loss
     with pytest.raises(ValueError, match="return_dict=False is not supported"):
         model(tokens, return_dict=False)
     tagger = hf.prepare(transformers.LlamaForTokenClassification(transformers.LlamaConfig(**SMALL)), plan_of_one())
@@ -730,13 +730,13 @@ def test_logits_become_float32_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(targets, "cross_entropy", lambda x, labels: seen.append(x.shape[1]) or of(x, labels))
     logits = torch.randn(2, 10, 8, dtype=torch.bfloat16, requires_grad=True)
     labels, plan = torch.randint(0, 8, (2, 10)), ra.plan(seq_len=10)
-    (whole, grad), (cut, other) = (
+    (whole, grad), (in_chunks, other) = (
         (loss, *torch.autograd.grad(loss, logits))
         for at_once in (2**28, 2 * 4 * 8)
         for _ in [monkeypatch.setattr(targets, "LOGITS", at_once)]
         for loss in [targets.mean_loss(logits, targets.Wanted(labels, None), plan, ())]
     )
-    assert torch.equal(whole, cut) and torch.equal(grad, other) and seen == [10, 4, 4, 2, 4, 4, 2]
+    assert torch.equal(whole, in_chunks) and torch.equal(grad, other) and seen == [10, 4, 4, 2, 4, 4, 2]
 
 
 def test_plans_of_other_lengths_are_not_kept_for_ever():

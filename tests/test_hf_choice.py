@@ -49,13 +49,13 @@ def test_a_plan_is_chosen_by_prediction_for_the_longest_batch(heads):
     """Two data ranks with batches of different lengths, on a mesh with the user's names: both choose the same sizes."""
     model = build(num_attention_heads=heads, num_key_value_heads=2, head_dim=8)
     rows = [torch.randint(0, 64, (1, n), generator=torch.Generator().manual_seed(n)) for n in (30, 41)]
-    alone = deepcopy(model)
+    single = deepcopy(model)
     weights = torch.tensor([29.0, 40.0]) / 69
-    expected = sum(w * alone(x, labels=x).loss for w, x in zip(weights, rows, strict=True))
+    expected = sum(w * single(x, labels=x).loss for w, x in zip(weights, rows, strict=True))
     expected.backward()
     copies = [deepcopy(model) for _ in range(8)]
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = hf.prepare(copies[mesh.rank], mesh, axes={"sequence": "cp"}, over=("dp",))
         x = rows[mesh.coordinates["dp"]]
         loss = mine(x, labels=x).loss
@@ -69,10 +69,10 @@ def test_a_plan_is_chosen_by_prediction_for_the_longest_batch(heads):
         assert heads % plan.ulysses == 0
         return loss.detach(), [p.grad for p in mine.parameters()]
 
-    results = run(one, dp=2, cp=4)
+    results = run(one_rank, dp=2, cp=4)
     for loss, _ in results:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
-    for i, p in enumerate(alone.parameters()):
+    for i, p in enumerate(single.parameters()):
         torch.testing.assert_close(sum(grads[i] for _, grads in results), p.grad, rtol=1e-4, atol=1e-6)
 
 
@@ -81,17 +81,17 @@ def test_a_length_can_be_named_and_generate_chooses_too():
     tokens = torch.randint(0, 64, (1, 20))
     expected = model.generate(tokens, max_new_tokens=3, do_sample=False)
 
-    def one(mesh):
+    def one_rank(mesh):
         named = hf.prepare(deepcopy(model), mesh, seq_len=100)
         assert hf.plan_of(named).seq_len == 100
         with hf.prepared(deepcopy(model), mesh) as mine:
             return mine.generate(tokens, max_new_tokens=3, do_sample=False)
 
-    assert all(torch.equal(found, expected) for found in run(one, sequence=2))
+    assert all(torch.equal(result, expected) for result in run(one_rank, sequence=2))
 
 
 def test_what_a_mesh_cannot_be_is_refused():
-    def one(mesh):
+    def one_rank(mesh):
         for given, more, said in (
             (mesh, {"over": ("data",)}, "is given no mesh with an axis 'data'"),
             (mesh, {"axes": {"sequence": "cp"}}, "the mesh has axes"),
@@ -102,6 +102,6 @@ def test_what_a_mesh_cannot_be_is_refused():
                 mine = hf.prepare(build(num_attention_heads=6, num_key_value_heads=2, head_dim=8), given, **more)
                 mine(torch.zeros(1, 8, dtype=torch.long))
 
-    run(one, ulysses=4)
+    run(one_rank, ulysses=4)
     with pytest.raises(ValueError, match="is not prepared; call"):
         hf.plan_of(build(num_attention_heads=4))

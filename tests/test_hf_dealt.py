@@ -51,19 +51,19 @@ def test_documents_are_dealt_out_and_the_numbers_are_those_of_one_rank(name, bat
     expected = plain(tokens, labels=labels, use_cache=False, **given)
     expected.loss.backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = hf.prepare(copies[mesh.rank], mesh, seq_len=T)
-        found = mine(tokens, labels=labels, **given)
-        found.loss.backward()
+        result = mine(tokens, labels=labels, **given)
+        result.loss.backward()
         plan = mine.ringattn_last.plan
         assert plan.layout == "balanced" and plan.seq_len == (labels.numel() if real is None else int(real.sum()))
-        assert found.logits.shape[:2] == (1, plan.local_len)
-        logits = hf.whole(mine, found.logits.detach())
+        assert result.logits.shape[:2] == (1, plan.local_len)
+        logits = hf.whole(mine, result.logits.detach())
         local = mine(tokens, **given).logits  # without labels: every row as it is
         assert local.shape[:2] == (len(tokens), hf.plan_of(mine).local_len)
-        return float(found.loss.detach()), logits, hf.whole(mine, local.detach()), gradients(mine)
+        return float(result.loss.detach()), logits, hf.whole(mine, local.detach()), gradients(mine)
 
-    results = run(one, ring=2, ulysses=2)
+    results = run(one_rank, ring=2, ulysses=2)
     real = torch.ones_like(labels, dtype=torch.bool) if real is None else real
     for loss, *each, _ in results:
         assert loss == pytest.approx(float(expected.loss.detach()), abs=2e-6)
@@ -79,18 +79,18 @@ def test_a_hybrid_of_linear_layers_that_is_dealt_out_has_the_numbers_of_zigzag(b
     tokens, plain = torch.randint(0, 64, labels.shape, generator=torch.Generator().manual_seed(0)), build("Qwen3_5")
     copies = [deepcopy(plain) for _ in range(6)]
 
-    def one(mesh):
-        found = []
+    def one_rank(mesh):
+        outputs = []
         for i, layout in enumerate(("balanced", "zigzag")):
             mine = hf.prepare(copies[3 * i + mesh.rank], ra.plan(mesh, seq_len=T, layout=layout))
             out = mine(tokens, labels=labels, **given)
             out.loss.backward()
-            found.append(
+            outputs.append(
                 (getattr(mine.ringattn_last, "plan", mine.ringattn_last), float(out.loss.detach()), gradients(mine))
             )
-        return found
+        return outputs
 
-    results = run(one, ring=3)
+    results = run(one_rank, ring=3)
     for (dealt, loss, _), (named, expected, _) in results:
         assert (dealt.layout, named.layout) == ("balanced", "zigzag") and loss == pytest.approx(expected, abs=1e-5)
     sums = [{n: sum(each[i][2][n] for each in results) for n in results[0][0][2]} for i in (0, 1)]
@@ -103,13 +103,13 @@ def test_a_plan_that_names_its_layout_keeps_it():
     plain = build("Llama")
     copies = [deepcopy(plain) for _ in range(2)]
 
-    def one(mesh, layout):
+    def one_rank(mesh, layout):
         mine = hf.prepare(deepcopy(copies[mesh.rank]), ra.plan(mesh, seq_len=T, layout=layout))
         mine(labels.clamp(min=0), labels=labels, **given)
         return getattr(mine.ringattn_last, "plan", mine.ringattn_last).layout
 
     for layout in ("zigzag", "striped", "balanced"):
-        assert set(run(lambda mesh, layout=layout: one(mesh, layout), ring=2)) == {layout}
+        assert set(run(lambda mesh, layout=layout: one_rank(mesh, layout), ring=2)) == {layout}
 
 
 def batches():
@@ -133,7 +133,7 @@ def batches():
 def compiled_over_ranks():
     """(how often a layer was compiled so far, the layout, the largest error beside one rank) of each batch."""
     counter = CompileCounterWithBackend("aot_eager")
-    single, found = build("Llama"), []
+    single, results = build("Llama"), []
     model = hf.prepare(deepcopy(single), ra.init_mesh(ring=2, ulysses=dist.get_world_size() // 2, device_type="cpu"))
     for layer in model.model.layers:
         layer.compile(backend=counter)
@@ -147,8 +147,8 @@ def compiled_over_ranks():
         for mine, expected in zip(model.parameters(), single.parameters(), strict=True):
             dist.all_reduce(mine.grad)
             worst = max(worst, float((mine.grad - expected.grad).abs().max()))
-        found.append((counter.frame_count, model.ringattn_last.plan.layout, worst))
-    return found
+        results.append((counter.frame_count, model.ringattn_last.plan.layout, worst))
+    return results
 
 
 @pytest.mark.slow

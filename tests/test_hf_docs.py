@@ -47,10 +47,10 @@ def each_branch_alone(model, tokens, labels, trees):
             own = lengths[i]
             if not own:
                 continue
-            found = model(tokens[row, at][None], use_cache=False).logits[0]
-            logits[row, at[-own:]] = found[-own:]
+            results = model(tokens[row, at][None], use_cache=False).logits[0]
+            logits[row, at[-own:]] = results[-own:]
             first = max(len(at) - own, 1)  # no token predicts the first one
-            losses.append(F.cross_entropy(found[first - 1 : -1], labels[row, at[first:]], reduction="sum"))
+            losses.append(F.cross_entropy(results[first - 1 : -1], labels[row, at[first:]], reduction="sum"))
     return losses, logits
 
 
@@ -74,17 +74,17 @@ def test_a_tree_is_its_branches(name, case):
     trainer = SimpleNamespace(by_trl=False, spread=SimpleNamespace(over=()), args=None)
     assert hf.OverRanks._get_num_items_in_batch(trainer, [batch], "cpu") == count
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = hf.prepare(copies[mesh.rank], mesh, seq_len=T)
-        found = mine(tokens, **batch)
-        found.loss.backward()
+        result = mine(tokens, **batch)
+        result.loss.backward()
         dealt = getattr(mine.ringattn_last, "plan", mine.ringattn_last).layout == "balanced"
         assert dealt == (len(trees) == 1 and (case == "documents" or bool(real.all())))
-        return float(found.loss.detach()), hf.whole(mine, found.logits.detach()), gradients(mine)
+        return float(result.loss.detach()), hf.whole(mine, result.logits.detach()), gradients(mine)
 
-    results = run(one, ring=2, ulysses=2)
-    for found, rows, _ in results:
-        assert found == pytest.approx(float(loss.detach()), abs=2e-6)
+    results = run(one_rank, ring=2, ulysses=2)
+    for result, rows, _ in results:
+        assert result == pytest.approx(float(loss.detach()), abs=2e-6)
         torch.testing.assert_close(rows[real], logits.detach()[real], rtol=1e-5, atol=1e-5)
     for weight, gradient in gradients(plain).items():
         torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
@@ -102,12 +102,12 @@ def test_a_prefix_sees_itself():
     positions = torch.where(document == 1, at - 25, at)[None]
     expected = plain(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
         return hf.whole(mine, mine(tokens, docs=docs).logits)
 
-    for found in run(one, ring=2):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for result in run(one_rank, ring=2):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,12 @@ def test_tokens_are_those_of_one_rank(case):
     expected = plain.generate(**given, **options)
     assert len(set(expected[0, T:].tolist())) > 1
 
-    def one(mesh):
+    def one_rank(mesh):
         layout = "zigzag" if "ring" in ranks else "auto"
         return hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T, layout=layout)).generate(**given, **options)
 
-    for found in run(one, **ranks):
-        assert torch.equal(found, expected), f"{case}: {found.tolist()}, expected {expected.tolist()}"
+    for result in run(one_rank, **ranks):
+        assert torch.equal(result, expected), f"{case}: {result.tolist()}, expected {expected.tolist()}"
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3_5"])
@@ -76,26 +76,26 @@ def test_logits_of_every_step_and_a_second_turn(name):
     copies = [deepcopy(plain) for _ in range(2)]
 
     def turns(model):
-        found, tokens, cache = [], batch(), None
+        results, tokens, cache = [], batch(), None
         for more in (0, 3, 12, 30):
             tokens = torch.cat([tokens, batch()[:, :more]], 1)
             cached = {"past_key_values": cache} if cache is not None else {}
             answer = model.generate(
                 tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, **cached, **options
             )
-            found.append(torch.stack(answer.logits))
+            results.append(torch.stack(answer.logits))
             tokens, cache = answer.sequences, answer.past_key_values
-        return tokens, found
+        return tokens, results
 
     tokens, logits = turns(plain)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         return turns(hf.prepare(copies[mesh.rank], plan))
 
-    for mine, found in run(one, ring=2):
+    for mine, results in run(one_rank, ring=2):
         assert torch.equal(mine, tokens)
-        for ours, theirs in zip(found, logits, strict=True):
+        for ours, theirs in zip(results, logits, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -108,8 +108,8 @@ def sampled(ranks: int) -> tuple[list, list[float]]:
     if ranks > 1:
         model = hf.prepare(model, ra.plan(ra.init_mesh(ring=ranks), seq_len=T))
     torch.manual_seed(7 + dist.get_rank())
-    found = model.generate(**prompts(True), do_sample=True, temperature=2.0, max_new_tokens=10)
-    return found.tolist(), torch.rand(1).tolist()
+    result = model.generate(**prompts(True), do_sample=True, temperature=2.0, max_new_tokens=10)
+    return result.tolist(), torch.rand(1).tolist()
 
 
 @pytest.mark.slow
@@ -157,12 +157,12 @@ def test_what_generate_cannot_do_is_refused():
     with pytest.raises(ValueError, match="labels with past_key_values"):
         model(tokens, labels=tokens, past_key_values=hf.RanksCache(plan_of_one(), 50))
 
-    def one(mesh):
+    def one_rank(mesh):
         prepared = hf.prepare(talkative("Llama"), ra.plan(mesh, seq_len=T))
         with pytest.raises(ValueError, match="ranks that are threads share one generator"):
             prepared.generate(tokens, do_sample=True, max_new_tokens=2)
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 def test_token_ids_that_go_into_a_cache_are_compared_between_ranks_and_embeddings_are_taken():
@@ -170,12 +170,12 @@ def test_token_ids_that_go_into_a_cache_are_compared_between_ranks_and_embedding
     copies, embedded = [deepcopy(plain) for _ in range(2)], plain.get_input_embeddings()(batch()).detach()
     expected = plain(batch(), use_cache=False).logits
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         model = hf.prepare(copies[mesh.rank], plan)
-        found = model(inputs_embeds=embedded, past_key_values=hf.RanksCache(plan, T)).logits
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        result = model(inputs_embeds=embedded, past_key_values=hf.RanksCache(plan, T)).logits
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
         with pytest.raises(ValueError, match="differ"):
             model(batch().roll(mesh.rank), past_key_values=hf.RanksCache(plan, T))
 
-    run(one, ring=2)
+    run(one_rank, ring=2)

@@ -50,7 +50,7 @@ def test_in_pieces_is_the_same_model(name, padded, monkeypatch):
     expected = single(**given, use_cache=False).loss
     expected.backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         model = hf.prepare(hf.in_pieces(copies[mesh.rank]), mesh)
         model.gradient_checkpointing_enable(AGAIN)
         output = model.train()(**given)
@@ -59,7 +59,7 @@ def test_in_pieces_is_the_same_model(name, padded, monkeypatch):
             logits = hf.whole(model, model(**given).logits)
         return output.loss.detach(), output.logits is None, logits, gradients(model)
 
-    for loss, gone, logits, _ in (results := run(one, sequence=2)):
+    for loss, gone, logits, _ in (results := run(one_rank, sequence=2)):
         assert abs(loss - expected) < 2e-6 and gone == (name != "Gemma2") and logits.shape == (2, T, 64)
     for weight, gradient in gradients(single).items():
         torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
@@ -79,6 +79,29 @@ def test_what_is_large_and_what_is_recomputed(monkeypatch):
     layers = model.config.num_hidden_layers
     assert seen[False].most >= T * 64 and seen[True].most < T * 48
     assert (seen[False].attentions, seen[True].attentions) == (2 * layers, layers)
+
+
+def test_losses_stay_exact_where_a_wrapper_casts_them(monkeypatch):
+    """FSDP2 with an output dtype (accelerate's) casts what the head gives, and gathers its weights by a hook on it."""
+    monkeypatch.setattr(memory, "LOGITS", 64 * 5)
+    single, gathered = build("Llama"), []
+    model = hf.prepare(hf.in_pieces(deepcopy(single)), ra.plan(seq_len=T)).train()
+    expected = single(batch(), labels=batch()).loss
+    expected.backward()
+
+    def cast(module, args, out):
+        out = out.bfloat16()
+        out.register_hook(lambda gradient: gathered.append(gradient.dtype))
+        return out
+
+    model.get_output_embeddings().register_forward_hook(cast)
+    for count in (1, 2):
+        model.zero_grad()
+        output = model(batch(), labels=batch())
+        output.loss.backward()
+        assert output.logits is None and abs(output.loss - expected) < 2e-6 and gathered == [torch.bfloat16] * count
+        for weight, gradient in gradients(single).items():
+            torch.testing.assert_close(gradients(model)[weight], gradient, rtol=1e-4, atol=2e-6)
 
 
 def test_what_it_is_not_for():

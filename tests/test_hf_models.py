@@ -85,5 +85,5 @@ def test_the_page_lists_these_and_no_others():
     assert listed
     known = {CLASSES[kind] for kind in MODELS if kind in CLASSES}
     names = {re.sub("ForCausalLM|LMHeadModel", "", name) for name in known}
-    found = listed[1].replace("\n", " ").split(", ")
-    assert found == sorted(found, key=str.lower) and (names == set(found) or len(known) < len(MODELS))
+    results = listed[1].replace("\n", " ").split(", ")
+    assert results == sorted(results, key=str.lower) and (names == set(results) or len(known) < len(MODELS))

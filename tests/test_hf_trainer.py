@@ -28,13 +28,13 @@ SHAPE = {
 def rows(n: int) -> list[dict]:
     """Sequences that count up from anywhere, of different lengths, of which only some labels count."""
     torch.manual_seed(1)
-    found = []
+    results = []
     for i in range(n):
         tokens = (torch.arange(20 + 7 * (i % 5)) + torch.randint(0, 64, (1,))) % 64
         labels = tokens.clone()
         labels[: i % 11] = -100
-        found.append({"input_ids": tokens, "labels": labels})
-    return found
+        results.append({"input_ids": tokens, "labels": labels})
+    return results
 
 
 def padded(batch: list[dict]) -> dict:
@@ -45,10 +45,10 @@ def padded(batch: list[dict]) -> dict:
     return {name: stack([row[name] for row in real], True, value) for name, value in pad.items()}
 
 
-def right(found) -> dict:
+def right(result) -> dict:
     """A metric of all logits, which depends on every example."""
-    labels = np.concatenate([x[:, 1:].flatten() for x in found.label_ids])
-    best = np.concatenate([x[:, :-1].argmax(-1).flatten() for x in found.predictions])
+    labels = np.concatenate([x[:, 1:].flatten() for x in result.label_ids])
+    best = np.concatenate([x[:, :-1].argmax(-1).flatten() for x in result.predictions])
     return {"right": int(((best == labels) & (labels >= 0)).sum()), "labels": int((labels >= 0).sum())}
 
 
@@ -142,7 +142,7 @@ def looped(cp: int) -> list[float]:
         accelerator = Accelerator(cpu=True)
     loader = torch.utils.data.DataLoader(rows(16), batch_size=2 * cp // ranks, collate_fn=padded)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
-    found = []
+    results = []
     for batch in loader:
         buffers = list(batch.values())
         with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
@@ -151,8 +151,8 @@ def looped(cp: int) -> list[float]:
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found += [loss.item(), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)]
-    return found
+        results += [loss.item(), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)]
+    return results
 
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -170,15 +170,15 @@ def all_trained(folder: str) -> dict[str, list[list[float]]]:
     import torch.distributed as dist
     from accelerate.state import AcceleratorState
 
-    ranks, found = dist.get_world_size(), {}
+    ranks, results = dist.get_world_size(), {}
     for name, (kind, steps, options, ways, sizes) in TRAINED.items():
         if ranks == 1:
             ways, sizes = ("plain",), (1, 1)
         for way in ways if math.prod(sizes) == ranks else ():
             AcceleratorState._reset_state(reset_partial_state=True)
-            found.setdefault(name, []).append(trained(way, sizes, folder, kind, steps, options))
+            results.setdefault(name, []).append(trained(way, sizes, folder, kind, steps, options))
     AcceleratorState._reset_state(reset_partial_state=True)
-    return {**found, "loop": [looped(min(ranks, 2))]}
+    return {**results, "loop": [looped(min(ranks, 2))]}
 
 
 @pytest.mark.slow
@@ -196,14 +196,14 @@ def test_losses_over_ranks_are_those_of_one(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF", "PYTHONPATH": f"{here.parent}:{here}"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    alone, *spread = json.loads(done.stdout.splitlines()[-1])
-    assert {*alone} == {*TRAINED, "loop"} == set().union(*spread)
-    for name, (plain,) in alone.items():
+    single, *spread = json.loads(done.stdout.splitlines()[-1])
+    assert {*single} == {*TRAINED, "loop"} == set().union(*spread)
+    for name, (plain,) in single.items():
         every = 2 * (TRAINED[name][1] if name in TRAINED else 8)  # a loss and a norm of each step
         assert len(plain) == every + 3 * (name in TRAINED) and min(plain[:every:2]) < plain[0], name
-        for found in [one for ranks in spread for one in ranks.get(name, [])]:
-            np.testing.assert_allclose(found[:every:2], plain[:every:2], atol=1e-5, err_msg=name)  # losses
-            np.testing.assert_allclose(found, plain, atol=1e-4, err_msg=name)
+        for results in [losses for ranks in spread for losses in ranks.get(name, [])]:
+            np.testing.assert_allclose(results[:every:2], plain[:every:2], atol=1e-5, err_msg=name)  # losses
+            np.testing.assert_allclose(results, plain, atol=1e-4, err_msg=name)
 
 
 def test_the_patch_for_accelerate_applies(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_predictions_are_those_of_one_rank_with_and_without_labels(tmp_path: Pat
     def steps(trainer) -> list:
         return [trainer.prediction_step(trainer.model, dict(b), only) for b in batches for only in (False, True)]
 
-    def one(mesh):
+    def one_rank(mesh):
         copied = hf.prepare(copy.deepcopy(model), ra.plan(mesh, seq_len=16))
         trainer = LongTrainer(model=copied, args=args)
         with pytest.raises(ValueError, match="there are no labels among input_ids, so there is no loss to train with"):
@@ -301,18 +301,18 @@ def test_predictions_are_those_of_one_rank_with_and_without_labels(tmp_path: Pat
         return steps(trainer)
 
     expected = steps(transformers.Trainer(model=copy.deepcopy(model), args=args))
-    for found in run(one, ring=2, ulysses=2 if kind == "LlamaModel" else 1):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for result in run(one_rank, ring=2, ulysses=2 if kind == "LlamaModel" else 1):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_predict_and_evaluate_without_labels(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, per_device_eval_batch_size=2)
     tokens = torch.randint(0, 16, (5, 10))
     data = [{"input_ids": row} for row in tokens]
-    found = trainer.predict(data)
+    result = trainer.predict(data)
     with torch.no_grad():
-        np.testing.assert_allclose(found.predictions, trainer.model(tokens).logits.numpy(), atol=1e-5)
-    assert found.label_ids is None and "test_loss" not in found.metrics
+        np.testing.assert_allclose(result.predictions, trainer.model(tokens).logits.numpy(), atol=1e-5)
+    assert result.label_ids is None and "test_loss" not in result.metrics
     assert "eval_loss" not in trainer.evaluate(data)
 
 
@@ -431,6 +431,6 @@ def test_the_benchmark_beside_others_has_the_losses_of_one_rank(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["way"], row["layers"]) for row in rows] == [(w, n) for w in ("ringattn", "single") for n in (1, 2)]
-    for ours, alone in zip(rows[:2], rows[2:], strict=True):
-        assert ours["losses"] == pytest.approx(alone["losses"], abs=2e-3) and ours["losses"][2] < ours["losses"][0]
+    for ours, single in zip(rows[:2], rows[2:], strict=True):
+        assert ours["losses"] == pytest.approx(single["losses"], abs=2e-3) and ours["losses"][2] < ours["losses"][0]
     assert "qwen3, 64 tokens, 36 layers, ringattn (loss: its own): " in done.stdout and " + 34 x " in done.stdout

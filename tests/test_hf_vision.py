@@ -104,17 +104,17 @@ def batch(kind: str, at=((3, 14), (20,)), length: int = T) -> dict:
     """Rows of text with images at these tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 50, (len(at), length), generator=generator)
-    for row, places in zip(ids, at, strict=True):
-        for place in places:
-            row[place : place + 4] = IMAGE
+    for row, begins in zip(ids, at, strict=True):
+        for begin in begins:
+            row[begin : begin + 4] = IMAGE
     _, images, types = MODELS[kind]
     torch.manual_seed(1)
     n = sum(map(len, at))
-    found = {"input_ids": ids, **(images(n) if n else {})}
+    results = {"input_ids": ids, **(images(n) if n else {})}
     if kind.startswith("paligemma"):  # images and a question see one another, and not the answer
-        ends = torch.tensor([max(places, default=0) + 8 for places in at])
-        return {**found, types: (torch.arange(length) >= ends[:, None]).long()}
-    return {**found, **({types: (ids == IMAGE).long()} if types else {})}
+        ends = torch.tensor([max(begins, default=0) + 8 for begins in at])
+        return {**results, types: (torch.arange(length) >= ends[:, None]).long()}
+    return {**results, **({types: (ids == IMAGE).long()} if types else {})}
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -125,14 +125,14 @@ def over_ranks(model, given: dict, labels: torch.Tensor, ring: int, ulysses: int
     """Loss, logits of all tokens, and gradients of each rank."""
     copies = [deepcopy(model) for _ in range(ring * ulysses)]
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=labels.shape[1], strategy="ring" if ring > 1 else "ulysses")
         mine = hf.prepare(copies[mesh.rank], plan)
-        found = mine(**given, labels=labels)
-        found.loss.backward()
-        return float(found.loss.detach()), plan.unshard(found.logits.detach()), gradients(mine)
+        result = mine(**given, labels=labels)
+        result.loss.backward()
+        return float(result.loss.detach()), plan.unshard(result.logits.detach()), gradients(mine)
 
-    return run(one, ring=ring, ulysses=ulysses)
+    return run(one_rank, ring=ring, ulysses=ulysses)
 
 
 def compare(kind: str, given: dict, ring: int, ulysses: int, real: torch.Tensor | None = None) -> None:
@@ -191,19 +191,21 @@ def test_padding(kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_packed_samples_with_images_equal_each_sample_alone(kind):
     lengths, at = (17, 12), ((3, 9), (5,))
-    alone, model = [batch(kind, at=(places,), length=n) for n, places in zip(lengths, at, strict=True)], build(kind)
-    packed = {name: torch.cat([x[name] for x in alone], int(name not in IMAGES)) for name in alone[0]}
+    separate, model = [batch(kind, at=(begins,), length=n) for n, begins in zip(lengths, at, strict=True)], build(kind)
+    packed = {name: torch.cat([x[name] for x in separate], int(name not in IMAGES)) for name in separate[0]}
     positions = [torch.arange(n)[None] for n in lengths]
     if kind.startswith("qwen"):  # the positions of text, and then those of M-RoPE
-        rope = [model.model.get_rope_index(**{name: x[name] for name in x if name != "pixel_values"})[0] for x in alone]
+        rope = [
+            model.model.get_rope_index(**{name: x[name] for name in x if name != "pixel_values"})[0] for x in separate
+        ]
         positions = [torch.cat([text[None], several]) for text, several in zip(positions, rope, strict=True)]
     packed["position_ids"] = torch.cat(positions, -1)
-    labels = [x["input_ids"].masked_fill(x["input_ids"] == IMAGE, -100) for x in alone]
+    labels = [x["input_ids"].masked_fill(x["input_ids"] == IMAGE, -100) for x in separate]
     for row in labels:
         row[:, 0] = -100
     expected = deepcopy(model)
     counts = torch.tensor([float((row != -100).sum()) for row in labels])
-    losses = [expected(**x, labels=row, use_cache=False).loss for x, row in zip(alone, labels, strict=True)]
+    losses = [expected(**x, labels=row, use_cache=False).loss for x, row in zip(separate, labels, strict=True)]
     mean = (torch.stack(losses) * counts).sum() / counts.sum()
     mean.backward()
     results = over_ranks(model, packed, torch.cat(labels, 1), 2, 1)
@@ -220,12 +222,12 @@ def test_generate_goes_on_from_images_as_one_rank_does(kind):
     options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2}
     copies = [deepcopy(model) for _ in range(2)]
 
-    def one(mesh):
+    def one_rank(mesh):
         return hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T)).generate(**given, **options)
 
     expected = model.generate(**given, **options)
-    for found in run(one, ring=2):
-        assert found.tolist() == expected.tolist()
+    for result in run(one_rank, ring=2):
+        assert result.tolist() == expected.tolist()
 
 
 def trained(kind: str, way: str, steps: int) -> list[float]:
@@ -236,10 +238,10 @@ def trained(kind: str, way: str, steps: int) -> list[float]:
         model = hf.prepare(model, mesh, averaged=True)
     layers = [*model.model.language_model.layers, *model.model.visual.blocks]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in (*layers, model):
-        if way != "float32" and part is not model:
-            part.compile(backend="aot_eager")
-        fully_shard(part, mesh=mesh["ring"], mp_policy=MixedPrecisionPolicy() if way == "float32" else policy)
+    for module in (*layers, model):
+        if way != "float32" and module is not model:
+            module.compile(backend="aot_eager")
+        fully_shard(module, mesh=mesh["ring"], mp_policy=MixedPrecisionPolicy() if way == "float32" else policy)
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.01), []
     batches = [batch(kind), batch(kind, at=((), (9,)))]
     for step in range(steps):

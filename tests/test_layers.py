@@ -45,15 +45,15 @@ LAZY = {"spec": ("ringattn.segment_ids",)}  # imported by the function that need
 
 def imports(path: Path) -> set[str]:
     """Every module that a file names in an import, wherever the import stands."""
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            results |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.ImportFrom):
-            found.add("relative import")
-    return found
+            results.add("relative import")
+    return results
 
 
 def ours(path: Path) -> set[str]:

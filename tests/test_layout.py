@@ -37,7 +37,7 @@ def test_unshard_inverts_shard_at_any_length_and_dim(layout, seq_len, ring, ulys
     shape[dim] = seq_len
     x = torch.randn(shape)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=seq_len, layout=layout)
         mine = plan.shard(x, dim=dim)
         at, real = plan.positions(), plan.real_tokens()
@@ -46,7 +46,7 @@ def test_unshard_inverts_shard_at_any_length_and_dim(layout, seq_len, ring, ulys
         assert mine.movedim(dim, 0)[~real].eq(0).all()
         return plan.unshard(mine, dim=dim)
 
-    assert all(torch.equal(whole, x) for whole in run(one, ring=ring, ulysses=ulysses))
+    assert all(torch.equal(whole, x) for whole in run(one_rank, ring=ring, ulysses=ulysses))
 
 
 def test_a_prime_number_of_tokens_over_eight_ranks():
@@ -59,13 +59,13 @@ def test_a_prime_number_of_tokens_over_eight_ranks():
 def test_gradients_of_unshard_add_up_over_ranks(layout):
     x, w = torch.randn(1, 13, 2), torch.randn(4, 1, 13, 2)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=13, layout=layout)
         leaf = x.clone().requires_grad_()
         (plan.unshard(plan.shard(leaf)) * w[plan.ring_axis.rank]).sum().backward()
         return leaf.grad
 
-    torch.testing.assert_close(sum(run(one, ring=4)), w.sum(0))
+    torch.testing.assert_close(sum(run(one_rank, ring=4)), w.sum(0))
 
 
 def test_an_unknown_layout_is_refused():

@@ -26,7 +26,7 @@ PLACES = {
 
 def over_gpus(ranks: int, truths: dict[Any, dict[str, torch.Tensor]]) -> dict[str, Any]:
     """Each case's name: its gate and documents, this rank's errors, and its share of the start state's gradient."""
-    found = {}
+    results = {}
     for ring, ulysses, layout in PLACES[ranks]:
         mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cuda")
         for gate, lengths in ASKED:
@@ -37,8 +37,8 @@ def over_gpus(ranks: int, truths: dict[Any, dict[str, torch.Tensor]]) -> dict[st
                 one, share = errors(mesh, given, expected, docs_of(lengths, T), **how)
                 how_kept = "walked again" if linear.SHARE == 0.0 else "kept"
                 name = f"{ring}x{ulysses} {layout} {gate} {scan} {kernel} {how_kept}"
-                found[name] = (gate, lengths), one, share.cpu().numpy()
-    return found
+                results[name] = (gate, lengths), one, share.cpu().numpy()
+    return results
 
 
 @pytest.mark.parametrize("ranks", PLACES)

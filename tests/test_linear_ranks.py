@@ -82,14 +82,14 @@ def test_fewer_tokens_than_ranks():
 
 
 def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
-    found = []
+    results = []
     for ring, ulysses, layout, gate, lengths, scan in cases:
         mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
         expected = truth(T, gate, lengths)
         choices = {"layout": layout, "scan": scan}
-        one, share = errors(mesh, inputs(T, gate), expected, docs_of(lengths, T), **choices)
-        found.append((one, share.numpy()))
-    return found
+        off, share = errors(mesh, inputs(T, gate), expected, docs_of(lengths, T), **choices)
+        results.append((off, share.numpy()))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_equals_the_recurrence_over_gloo(ranks, meshes):
     ]
     results = run_processes(over_gloo, ranks, cases)
     for i, case in enumerate(cases):
-        one = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
-        for name, value in worst(one, truth(T, case[3], case[4])).items():
+        results_of_all = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
+        for name, value in worst(results_of_all, truth(T, case[3], case[4])).items():
             assert value <= 1e-10, f"{case}: {name} is off by {value:.2e}"
 
 
@@ -122,16 +122,16 @@ def test_the_gpu_kernels_over_ranks():
 
 def test_bfloat16_is_within_twice_the_error_of_one_device():
     given, expected = inputs(T, "channel", torch.bfloat16), truth(T, "channel", None, torch.bfloat16)
-    alone = worst(run(lambda mesh: errors(mesh, given, expected, None), ring=1), expected)
+    single = worst(run(lambda mesh: errors(mesh, given, expected, None), ring=1), expected)
     over = worst(run(lambda mesh: errors(mesh, given, expected, None, layout="zigzag"), ring=4), expected)
-    for name in alone:
-        assert over[name] <= 2 * alone[name] + 1e-6, f"{name}: {over[name]:.1e} over ranks, {alone[name]:.1e} alone"
+    for name in single:
+        assert over[name] <= 2 * single[name] + 1e-6, f"{name}: {over[name]:.1e} over ranks, {single[name]:.1e} alone"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("scan", ["ring", "pipeline"])
 def test_bytes_a_rank_sends_do_not_depend_on_the_length(layout, scan):
-    def one(mesh, length):
+    def one_rank(mesh, length):
         plan = ra.plan(mesh, seq_len=length, layout=layout)
         q, k, v, g = (torch.randn(B, plan.local_len, H, n).requires_grad_() for n in (K, K, V, K))
         out = ra.linear_attention(q, k, v, -g.exp(), plan, scan=scan)
@@ -140,7 +140,7 @@ def test_bytes_a_rank_sends_do_not_depend_on_the_length(layout, scan):
         return forward, plan.ring_axis.sent - forward
 
     rows = B * (2 if layout == "zigzag" else 1)  # sequences x segments a rank
-    counts = [run(lambda mesh, n=length: one(mesh, n), ring=4) for length in (64, 640)]
+    counts = [run(lambda mesh, n=length: one_rank(mesh, n), ring=4) for length in (64, 640)]
     assert counts[0] == counts[1]
     for forward, backward in counts[0]:
         assert forward <= rows * H * K * V * 4 and backward <= rows * H * K * V * 4
@@ -179,14 +179,14 @@ def test_a_scan_over_many_ranks_equals_the_sequential_result(ranks, layout, scan
         expected[r, p] = state
         state = decay[r, p][None] * state + kv[r, p][None]
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = ra.plan(mesh, seq_len=2 * ranks, layout=layout)
         r = mine.ring_axis.rank
         way = choose(mine, scan, 16, 3)
         flying = states.Exchange(mine, Map(decay[r], kv[r]), start, way, backward, end_everywhere=True)
         return flying.before(), flying.behind
 
-    for r, (before, end) in enumerate(run(one, ring=ranks)):
+    for r, (before, end) in enumerate(run(one_rank, ring=ranks)):
         for p in range(P):
             torch.testing.assert_close(before[p : p + 1], expected[r, p], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(end, state, rtol=1e-12, atol=1e-12)
@@ -196,7 +196,7 @@ def test_a_scan_over_many_ranks_equals_the_sequential_result(ranks, layout, scan
 def test_states_are_on_their_way_before_anybody_waits(scan):
     """So that what does not need them can run meanwhile; on the first rank of a ring, which waits for nobody."""
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64, layout="contiguous")
         own = Map(torch.rand(1, 1, 4, 1), torch.randn(1, 1, 4, 3))
         flying = states.Exchange(plan, own, None, choose(plan, scan, 16, 3))
@@ -204,7 +204,7 @@ def test_states_are_on_their_way_before_anybody_waits(scan):
         assert flying.before() is flying.before()  # and waited for once
         return sent
 
-    sent = run(one, ring=3)
+    sent = run(one_rank, ring=3)
     assert all(sent) if scan == "gather" else sent[0] == 4 * 3 * 4
 
 
@@ -240,8 +240,8 @@ def exercise_scans(a: Any) -> None:
         for r in order[: order.index(a.rank)]:
             expected = torch.tensor([[1.0, r + 1.0], [0.5 * r, 2.0]]) @ expected
         steps: list[Callable[[Tensor], Tensor]] = [lambda x: mine @ x] * 3
-        for found in Relay(a, [torch.eye(2)] * 3, steps, reverse, like=torch.eye(2)).wait():
-            torch.testing.assert_close(found, expected)
+        for result in Relay(a, [torch.eye(2)] * 3, steps, reverse, like=torch.eye(2)).wait():
+            torch.testing.assert_close(result, expected)
     for r in range(a.size):
         assert broadcast(a, torch.tensor([float(a.rank)]), r).item() == r
         total = add_up(a, torch.tensor([float(a.rank)]), r)
@@ -317,7 +317,7 @@ def test_opcheck():
 def test_states_before_chunks_are_kept_where_they_are_small_beside_the_inputs(dim, kept, ring, layout):
     """Up to 0.7 of their bytes; else the state before each segment, over ranks. Without gradients nothing is."""
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=ring * 128, layout=layout)
         q, k, v, g = (torch.randn(1, 128, 2, dim).requires_grad_() for _ in range(4))
         saved = []
@@ -332,7 +332,7 @@ def test_states_before_chunks_are_kept_where_they_are_small_beside_the_inputs(di
         assert ((P, 2, 128 // P // 64, dim, dim) in saved) == kept
         assert ((P, 2, dim, dim) in saved) == (not kept and ring > 1)
 
-    run(one, ring=ring)
+    run(one_rank, ring=ring)
 
 
 @pytest.mark.parametrize(("ring", "layout"), [(1, "contiguous"), (4, "contiguous"), (4, "zigzag")])
@@ -340,15 +340,15 @@ def test_kept_states_and_walked_ones_give_the_same_bits(ring, layout, monkeypatc
     given = inputs(LONG, "channel")
     docs = docs_of(((300, 500, LONG - 800), (64, LONG - 100)), LONG)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=LONG, layout=layout)
         leaves = [plan.shard(given[n]).requires_grad_() for n in "qkvg"]
         out, end = ra.linear_attention(*leaves, plan, return_state=True, docs=docs)
         return [x.detach() for x in (out, end)] + list(torch.autograd.grad((out.sum() + end.sum()), leaves))
 
-    kept = run(one, ring=ring)
+    kept = run(one_rank, ring=ring)
     monkeypatch.setattr(linear, "SHARE", 0.0)
-    for ours, others in zip(kept, run(one, ring=ring), strict=True):
+    for ours, others in zip(kept, run(one_rank, ring=ring), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
 
 
@@ -359,14 +359,14 @@ def test_a_loss_of_one_ranks_end_state_alone():
     _, end = ra.linear_attention(given["q"], whole, given["v"], given["g"], return_state=True)
     end.square().sum().backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         q, k, v, g = (plan.shard(given[n]).requires_grad_() for n in "qkvg")
         out, end = ra.linear_attention(q, k, v, g, plan, return_state=True)
         (end.square().sum() if mesh.rank == 1 else out.sum() * 0).backward()
         return plan.unshard(k.grad)
 
-    for grad in run(one, ring=3):
+    for grad in run(one_rank, ring=3):
         torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-12)
 
 
@@ -389,18 +389,18 @@ def test_no_grad_and_autocast():
     ],
 )  # fmt: skip
 def test_every_rank_raises_the_same_error(layout, change, says):
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64, layout=layout)
         x = torch.randn(2, 16, 2, 4)
         with pytest.raises(ValueError, match=says) as caught:
             ra.linear_attention(x, x, x, -x.exp(), plan, **change)
         return str(caught.value)
 
-    assert len(set(run(one, ring=4))) == 1
+    assert len(set(run(one_rank, ring=4))) == 1
 
 
 def test_one_ranks_bad_gate_is_every_ranks_error():
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64)
         x = torch.randn(2, 32, 2, 4)
         g = -x.exp()
@@ -409,7 +409,7 @@ def test_one_ranks_bad_gate_is_every_ranks_error():
         with pytest.raises(ValueError, match=r"log_decay\[1, 7, 0, 0\] = 0.5: .*\(on ring rank 1\)"):
             ra.linear_attention(x, x, x, g, plan)
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 def test_verify_runs_linear_attention_too(capsys, monkeypatch):
@@ -436,10 +436,10 @@ def test_a_kernel_of_attention_is_none_of_linear_attention(capsys):
 
 
 def test_ranks_that_disagree_are_named():
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64)
         x = torch.randn(2, 32, 2, 4)
         with pytest.raises(ValueError, match="the ranks do not make the same call: asked: ring rank 0 has"):
             ra.linear_attention(x, x, x, -x.exp(), plan, scale=1.0 + mesh.rank)
 
-    run(one, ring=2)
+    run(one_rank, ring=2)

@@ -74,13 +74,13 @@ def test_long_documents_are_cut_and_joined(place, scan, rule):
 def test_a_state_travels_only_where_a_document_goes_on_on_another_rank(lengths):
     docs, ends = ra.Docs.from_lengths(lengths), np.cumsum(lengths)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=128, layout="balanced", docs=docs)
         q, k, v, g = (torch.randn(1, plan.local_len, 2, n).requires_grad_() for n in (4, 4, 8, 4))
         ra.linear_attention(q, k, v, -g.exp(), plan, docs=docs).sum().backward()
         return plan.ring_axis.sent, [(r.start, r.stop) for r in plan.tokens.shard(plan.ring_axis.rank)]
 
-    (sent, held), size = zip(*run(one, ring=4), strict=True), 2 * 4 * (8 + 1) * 4  # a map of two heads in float32
+    (sent, held), size = zip(*run(one_rank, ring=4), strict=True), 2 * 4 * (8 + 1) * 4  # a map of two heads in float32
     expected = [0] * 4
     for r, s in ((r, s) for r in range(4) for s in range(4) if r != s):
         for start, stop in held[r]:
@@ -92,13 +92,13 @@ def test_a_state_travels_only_where_a_document_goes_on_on_another_rank(lengths):
 
 
 def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
-    found = []
+    results = []
     for ring, ulysses, lengths, scan, rule in cases:
         mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
         expected, given = truth(T, "channel", lengths, **rule), inputs(T, "channel", **rule)
-        one, share = errors(mesh, given, expected, docs_of(lengths, T), scan=scan)
-        found.append((one, share.numpy()))
-    return found
+        off, share = errors(mesh, given, expected, docs_of(lengths, T), scan=scan)
+        results.append((off, share.numpy()))
+    return results
 
 
 @pytest.mark.slow
@@ -110,8 +110,8 @@ def test_every_document_goes_on_from_its_own_state_over_gloo():
     ]
     results = run_processes(over_gloo, 4, cases)
     for i, (*case, lengths, _, rule) in enumerate(cases):
-        one = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
-        for name, value in worst(one, truth(T, "channel", lengths, **rule)).items():
+        results_of_all = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
+        for name, value in worst(results_of_all, truth(T, "channel", lengths, **rule)).items():
             assert value <= 1e-10, f"{case}: {name} is off by {value:.2e}"
 
 
@@ -122,7 +122,7 @@ def test_packed_rollouts_go_on_where_they_stopped(rule):
     given = inputs(sum(lengths), "head", **rule)
     leaves = {n: given[n][:1].clone().requires_grad_() for n in LEAVES if given[n] is not None}
 
-    def part(tokens: Tensor, lengths: list[int], state: Tensor | None) -> Any:
+    def chunk(tokens: Tensor, lengths: list[int], state: Tensor | None) -> Any:
         x = {n: t[:, tokens] for n, t in leaves.items()}
         docs, how = ra.Docs.from_lengths(lengths), {"return_state": "documents", "initial_state": state}
         return ra.linear_attention(x["q"], x["k"], x["v"], x["g"], beta=x.get("beta"), docs=docs, **how)
@@ -132,17 +132,17 @@ def test_packed_rollouts_go_on_where_they_stopped(rule):
     early = at < torch.tensor(first)[document]
     outs, state = torch.zeros(1, sum(lengths), 2, given["v"].shape[-1], dtype=torch.float64), None
     for tokens in (early, ~early):
-        out, state = part(tokens, [int((tokens & (document == d)).sum()) for d in range(3)], state)
+        out, state = chunk(tokens, [int((tokens & (document == d)).sum()) for d in range(3)], state)
         outs = outs.index_copy(1, tokens.nonzero()[:, 0], out)
-    whole, ends = part(document >= 0, list(lengths), None)
+    whole, ends = chunk(document >= 0, list(lengths), None)
     torch.testing.assert_close(outs, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, ends, rtol=1e-12, atol=1e-12)
     weights = torch.randn(ends.shape, dtype=torch.float64)
-    found, expected = (
+    results, expected = (
         torch.autograd.grad((o * given["dout"][:1]).sum() + (s * weights).sum(), list(leaves.values()))
         for o, s in ((outs, state), (whole, ends))
     )
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
@@ -155,7 +155,7 @@ def test_from_a_state_a_row_the_documents_states_may_be_asked_for(place):
     each[0], each[3] = given["state"]
     dend = torch.randn(each.shape, dtype=torch.float64)
 
-    def one(mesh, state, plan=None):
+    def one_rank(mesh, state, plan=None):
         plan = ra.plan(mesh, seq_len=T, layout=layout)
         leaves = [plan.shard(given[n]).requires_grad_() for n in LEAVES]
         state = None if state is None else state.clone().requires_grad_()
@@ -166,7 +166,7 @@ def test_from_a_state_a_row_the_documents_states_may_be_asked_for(place):
         return [out.detach(), end.detach(), *grads]
 
     for state, same in ((given["state"], each), (None, torch.zeros_like(each))):
-        ours, others = (run(lambda mesh, s=s: one(mesh, s), ring=ring, ulysses=ulysses) for s in (state, same))
+        ours, others = (run(lambda mesh, s=s: one_rank(mesh, s), ring=ring, ulysses=ulysses) for s in (state, same))
         for a, b in zip(ours, others, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(a[:7], b[:7], strict=True))
         if state is not None:
@@ -208,9 +208,9 @@ def test_a_gate_of_minus_infinity_forgets_a_documents_state(rule):
         out, end = ra.linear_attention(*(x[n] for n in "qkvg"), beta=x.get("beta"), **how)
         loss = (out * given["dout"]).sum() + (end * given["dend"]).sum()
         results.append([out, end, *torch.autograd.grad(loss, list(x.values()))])
-    for found, expected in zip(*results, strict=True):
-        assert found.isfinite().all()
-        torch.testing.assert_close(found, expected)
+    for result, expected in zip(*results, strict=True):
+        assert result.isfinite().all()
+        torch.testing.assert_close(result, expected)
     assert not results[0][-1][[1, 3]].any()
 
 
@@ -222,14 +222,14 @@ def test_a_loss_of_one_ranks_states_alone():
     _, end = ra.linear_attention(given["q"], whole, given["v"], given["g"], **how)
     end.square().sum().backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         q, k, v, g = (plan.shard(given[n]).requires_grad_() for n in "qkvg")
         out, end = ra.linear_attention(q, k, v, g, plan, **how)
         (end.square().sum() if mesh.rank == 1 else out.sum() * 0).backward()
         return plan.unshard(k.grad)
 
-    for grad in run(one, ring=3):
+    for grad in run(one_rank, ring=3):
         torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-12)
 
 
@@ -274,22 +274,22 @@ def test_a_wrong_call_says_what_is_wrong(change, says, ring):
     call = {"docs": ra.Docs.from_lengths([[3, 3, 3], [4, 5]]), **change}
     state = torch.zeros(call.pop("states", 6), 2, 8, 12, dtype=call.pop("dtype", torch.float32))
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=9)
         with pytest.raises(ValueError, match=says):
             ra.linear_attention(*(plan.shard(CALL[n]) for n in "qkvg"), plan, initial_state=state, **call)
 
-    run(one, ring=ring)
+    run(one_rank, ring=ring)
 
 
 def test_ranks_that_ask_for_other_states_are_named():
-    def one(mesh):
+    def one_rank(mesh):
         plan, docs = ra.plan(mesh, seq_len=9), ra.Docs.from_lengths([4, 5])
         x = [plan.shard(CALL[n]) for n in "qkvg"]
         with pytest.raises(ValueError, match="the ranks do not make the same call: asked: ring rank 0 has"):
             ra.linear_attention(*x, plan, docs=docs, return_state="documents" if mesh.rank else True)
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 DOCS = ra.Docs.from_lengths([13, 0, 35])
@@ -356,6 +356,6 @@ def test_the_gpu_kernels_serve_documents_with_states(lengths, rule):
     pytest.importorskip("triton")
     T, rule = sum(lengths[0]), {**rule, "states": 6}
     given, expected = inputs(T, "head", torch.float32, **rule), truth(T, "head", lengths, torch.float32, **rule)
-    found = run(lambda mesh: errors(mesh, given, expected, docs_of(lengths, T), kernel="triton"), ring=1)
-    for name, value in worst(found, expected).items():
+    result = run(lambda mesh: errors(mesh, given, expected, docs_of(lengths, T), kernel="triton"), ring=1)
+    for name, value in worst(result, expected).items():
         assert value <= 2e-6, f"{name} is off by {value:.2e}"

@@ -18,7 +18,7 @@ def test_is_the_mean_over_real_tokens_of_all_ranks(layout):
     docs = ra.Docs.from_lengths([[13], [4, 3]], pad_to=13)
     real = keep & torch.tensor([[True] * 13, [True] * 7 + [False] * 6])
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=13, layout=layout)
         padded = torch.cat([losses, torch.full((2, plan.tokens.padded_length - 13), torch.nan)], 1)
         at = torch.from_numpy(own_positions(plan))
@@ -28,7 +28,7 @@ def test_is_the_mean_over_real_tokens_of_all_ranks(layout):
         mean.backward()
         return mean.detach(), plan.unshard(mine.grad)
 
-    for mean, grad in run(one, ring=2, ulysses=2):
+    for mean, grad in run(one_rank, ring=2, ulysses=2):
         torch.testing.assert_close(mean, losses[real].mean())
         torch.testing.assert_close(grad, real / real.sum())
 
@@ -37,7 +37,7 @@ def test_is_the_mean_over_real_tokens_of_all_ranks(layout):
 def test_every_rank_has_the_same_bits(place):
     """Also of a loss that one rank alone finds infinite."""
 
-    def one(mesh, seed, scale):
+    def one_rank(mesh, seed, scale):
         torch.manual_seed(seed)
         plan, over = ra.plan(mesh, seq_len=13), [axis(mesh, "data")] if "data" in place else []
         rows = slice(3 * mesh.coordinates.get("data", 0), None)
@@ -48,20 +48,20 @@ def test_every_rank_has_the_same_bits(place):
         return mean.item(), ra.token_mean(plan.shard(losses), plan, over=over).item()
 
     for seed in range(12):
-        found = run(lambda mesh, seed=seed: one(mesh, seed, 100.0), **place)
-        assert len(set(found)) == 1, found
-    assert set(run(lambda mesh: one(mesh, 0, torch.inf)[1], **place)) == {torch.inf}
+        results = run(lambda mesh, seed=seed: one_rank(mesh, seed, 100.0), **place)
+        assert len(set(results)) == 1, results
+    assert set(run(lambda mesh: one_rank(mesh, 0, torch.inf)[1], **place)) == {torch.inf}
 
 
 def test_averages_over_a_data_axis_too():
     losses = torch.rand(2, 1, 8)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=8)
         mine = plan.shard(losses[mesh.coordinates["data"]])
         return ra.token_mean(mine, plan, over=[axis(mesh, "data")])
 
-    for mean in run(one, data=2, ring=2):
+    for mean in run(one_rank, data=2, ring=2):
         torch.testing.assert_close(mean, losses.mean())
 
 
@@ -73,8 +73,8 @@ def test_no_real_token_at_all_is_zero_and_not_nan():
 def test_a_mask_of_one_row_counts_for_every_row():
     losses, mask = torch.rand(8, 16), torch.arange(16)[None] < 5
     for given in (mask, mask[0], mask.expand(8, 16)):
-        found = ra.token_mean(losses, ra.plan(seq_len=16), mask=given)
-        torch.testing.assert_close(found, losses[:, :5].mean())
+        result = ra.token_mean(losses, ra.plan(seq_len=16), mask=given)
+        torch.testing.assert_close(result, losses[:, :5].mean())
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3), (1, 2, 4)])
@@ -111,7 +111,7 @@ def test_adds_up_in_float32_or_float64(dtype):
     ids=lambda x: x[:30] if isinstance(x, str) else next(iter(x)),
 )
 def test_a_wrong_argument_of_one_rank_is_refused_on_all(given, says):
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=8)
         call = {"losses_BT": torch.rand(2, 4), "plan": plan}
         with pytest.raises(ValueError, match=rf"{says}.*\(on ring rank 1\)"):
@@ -120,7 +120,7 @@ def test_a_wrong_argument_of_one_rank_is_refused_on_all(given, says):
         with pytest.raises(ValueError, match=r"over: ring rank 0 has \['data'\], ring rank 1 has \[\]"):
             ra.token_mean(**call, over=[] if mesh.rank else [Solo("data")])
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
 
 
 @pytest.mark.parametrize("plan", [None, "x"])
@@ -140,7 +140,7 @@ def test_cross_entropy_is_the_mean_over_labels_of_all_ranks_and_pieces(dtype, mo
     expected = F.cross_entropy(whole.flatten(0, 2), labels.flatten())
     expected.backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         plan, row = ra.plan(mesh, seq_len=13, layout="contiguous"), mesh.coordinates["data"]
         pad = plan.tokens.padded_length - 13
         at = torch.from_numpy(own_positions(plan))
@@ -151,7 +151,7 @@ def test_cross_entropy_is_the_mean_over_labels_of_all_ranks_and_pieces(dtype, mo
         assert mine.grad.isfinite().all()  # a weight's gradient adds up over padding too
         return mean.detach(), plan.unshard(mine.grad), row
 
-    for mean, grad, row in run(one, data=2, ring=2, ulysses=2):
+    for mean, grad, row in run(one_rank, data=2, ring=2, ulysses=2):
         torch.testing.assert_close(mean, expected.detach())
         near = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {}
         torch.testing.assert_close(grad.float(), whole.grad[row], **near)
@@ -183,8 +183,8 @@ def test_losses_of_ignored_labels_do_not_count_as_zeros():
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(1, 4)
     with pytest.raises(ValueError, match=r"2 of the losses .* use ringattn.cross_entropy"):
         ra.token_mean(losses * 2, plan)
-    found = ra.token_mean(losses, plan, mask=labels != -100)
-    torch.testing.assert_close(found, ra.cross_entropy(logits, labels, plan))
+    result = ra.token_mean(losses, plan, mask=labels != -100)
+    torch.testing.assert_close(result, ra.cross_entropy(logits, labels, plan))
     padded = ra.Docs.from_lengths([1], pad_to=4)
     torch.testing.assert_close(ra.token_mean(losses[:, [0, 1, 2, 1]], plan, docs=padded), losses[0, 0])
 

@@ -64,11 +64,11 @@ def cases(draw: Any) -> Case:
         return replace(case, parents=[[draw(st.integers(-1, i - 1)) for i in range(len(row))] for row in rows])
     spans: list[list[tuple[int, int]]] = []
     for row in rows:
-        edges, found = [0, *np.cumsum(row).tolist()], []
+        edges, results = [0, *np.cumsum(row).tolist()], []
         for low, high in pairwise(edges):
-            cuts = sorted(draw(st.sets(st.integers(low, high), max_size=4)))
-            found += [pair for pair in pairwise(cuts) if draw(st.booleans())]
-        spans.append(found)
+            bounds = sorted(draw(st.sets(st.integers(low, high), max_size=4)))
+            results += [pair for pair in pairwise(bounds) if draw(st.booleans())]
+        spans.append(results)
     return replace(case, spans=spans)
 
 
@@ -79,31 +79,31 @@ def sliced(draw: Any) -> Case:
     return Case("slices", seq_len=24, slices=slices, batch=1)
 
 
-def dense(found: Any, T: int, S: int, row: int) -> np.ndarray:
+def dense(results: Any, T: int, S: int, row: int) -> np.ndarray:
     """[T, S]: in how many families a query sees a key; each must never decrease."""
     seen = np.zeros((T, S), int)
-    for family in found:
+    for family in results:
         begin, end = (side[row] for side in bounds_at(family[row : row + 1] if row else family, np.arange(T)))
         assert (np.diff(begin) >= 0).all() and (np.diff(end) >= 0).all()
         seen += (begin[:, None] <= np.arange(S)) & (np.arange(S) < end[:, None])
     return seen
 
 
-def rows_of(found: Any, T: int, rows: int) -> np.ndarray:
-    return np.stack([dense([(family[row],) for family in found], T, T, 0) for row in range(rows)])
+def rows_of(results: Any, T: int, rows: int) -> np.ndarray:
+    return np.stack([dense([(family[row],) for family in results], T, T, 0) for row in range(rows)])
 
 
 @settings(max_examples=60)
 @given(cases(), st.sampled_from(["contiguous", "zigzag", "striped"]), st.integers(1, 5))
 def test_bands_are_the_mask_and_so_are_the_schedule_and_the_work(case, layout, ring):
     T, rows = case.seq_len, len(case.lengths)
-    found = families(case.spec, T, docs=case.docs)
-    seen = rows_of(found, T + 2, rows)
+    results = families(case.spec, T, docs=case.docs)
+    seen = rows_of(results, T + 2, rows)
     words = np.stack([oracle.visible(case, row).numpy() for row in range(rows)])
     np.testing.assert_array_equal(seen[:, :T, :T], words)  # so no key is seen twice
     assert not seen[:, T:].any()
     for row in range(rows):
-        work = Work.of(joined([family[row] for family in found]))
+        work = Work.of(joined([family[row] for family in results]))
         np.testing.assert_array_equal(work.below(np.arange(T + 1)), np.append(0, words[row].sum(1).cumsum()))
     plan = Plan(T, ring, layout=layout)
     check_counted(plan, case.spec, case.docs, words)
@@ -121,13 +121,13 @@ def check_counted(plan: Plan, spec: AttentionSpec, docs: Any, words: np.ndarray)
 @settings(max_examples=60)
 @given(sliced())
 def test_slices_mask_by_their_kinds_and_overlapping_ones_are_refused(case):
-    alone = [oracle.in_slices(replace(case, slices=[one])).int() for one in case.slices]
-    if (sum(alone) > 1).any():
+    masks = [oracle.in_slices(replace(case, slices=[single])).int() for single in case.slices]
+    if (sum(masks) > 1).any():
         with pytest.raises(ValueError, match="slices overlap: queries"):
             _ = case.mask
         return
     words = rows_of(families(AttentionSpec(), 24, docs=case.mask), 24, 1)
-    np.testing.assert_array_equal(words[0], sum(alone))
+    np.testing.assert_array_equal(words[0], sum(masks))
     for layout in ("zigzag", "striped", "balanced"):
         dealt = {"docs": case.mask} if layout == "balanced" else {}
         check_counted(Plan(24, 3, layout=layout, **dealt), AttentionSpec(), case.mask, words)
@@ -181,7 +181,7 @@ def test_masks_are_values_that_travel_whole(case):
 )
 def test_work_of_any_mask_is_dealt_out_equally(spec, docs):
     plan = Plan(docs.length, 5, layout="balanced", docs=docs, work=spec)
-    work = Work.of(joined([one for family in families(spec, docs.length, docs=docs) for one in family]))
+    work = Work.of(joined([band for family in families(spec, docs.length, docs=docs) for band in family]))
     shards = [plan.tokens.shard(rank) for rank in range(5)]
     loads = [sum(work.below(r.stop) - work.below(r.start) for r in shard) for shard in shards]
     assert {sum(map(len, shard)) for shard in shards} == {docs.length // 5} and max(loads) <= 1.03 * sum(loads) / 5
@@ -192,18 +192,18 @@ def test_chunks_cost_what_documents_of_that_length_cost():
     docs, plan = Docs.from_lengths([256] * 8), Plan(2048, 4, layout="zigzag")
     chunks, packed = Mask(plan, AttentionSpec(chunk=256)), Mask(plan, AttentionSpec(), docs)
     for rank in range(4):
-        one, other = (Sight(mask, rank).at((range(2048),)) for mask in (chunks, packed))
-        assert not one.also and one.rectangles == other.rectangles
-        np.testing.assert_array_equal(one.host, other.host)
+        chunked, documents = (Sight(mask, rank).at((range(2048),)) for mask in (chunks, packed))
+        assert not chunked.also and chunked.rectangles == documents.rectangles
+        np.testing.assert_array_equal(chunked.host, documents.host)
     assert (schedule_of(chunks).needed == schedule_of(packed).needed).all()
 
 
 def test_shared_prefixes_are_two_families_and_a_third_of_the_work():
     tree = Docs.tree([32768] + [2048] * 16, [-1] + [0] * 16)
-    found = families(AttentionSpec(), 65536, docs=tree)
-    assert len(found) == 2 and [len(bands.start) for (bands,) in found] == [16, 1]
+    results = families(AttentionSpec(), 65536, docs=tree)
+    assert len(results) == 2 and [len(bands.start) for (bands,) in results] == [16, 1]
     apart = Docs.from_lengths([32768 + 2048] * 16)
-    pairs = [sum(Work.of(one).below(docs.length) for (one,) in families(AttentionSpec(), docs.length, docs=docs))
+    pairs = [sum(Work.of(family).below(docs.length) for (family,) in families(AttentionSpec(), docs.length, docs=docs))
              for docs in (tree, apart)]  # fmt: skip
     assert pairs[1] > 5.8 * pairs[0]
 
@@ -230,8 +230,8 @@ def test_one_family_reaches_the_kernel_as_it_is_and_two_are_two_calls():
             *(x.transpose(1, 2) for x in leaves), attn_mask=seen, scale=1.0
         ).transpose(1, 2)
         out.backward(dout)
-        for found, expected in zip((part.out, *grads), (out, *(x.grad for x in leaves)), strict=True):
-            torch.testing.assert_close(in_dtype(found, torch.float32), expected)
+        for result, expected in zip((part.out, *grads), (out, *(x.grad for x in leaves)), strict=True):
+            torch.testing.assert_close(in_dtype(result, torch.float32), expected)
     assert calls[0] is near and calls[1] is near and len(calls) == 2 + 4
     assert all(not where.also for where in calls)
 
@@ -240,13 +240,13 @@ def test_positions_in_a_tree_are_depths_along_the_branch():
     docs = Docs.tree([4, 2, 3, 2], [-1, 0, 0, 2], pad_to=12)
     expected = [0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 11]
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=12, layout="zigzag")
         dealt = ra.plan(mesh, seq_len=12, layout="balanced", docs=docs)
         assert plan.positions(Docs.from_lengths([12])).tolist() == plan.positions().tolist()
         return [p.unshard(x, dim=0).tolist() for p, x in ((plan, plan.positions(docs)), (dealt, dealt.positions()))]
 
-    assert run(one, ring=2) == [[expected, expected]] * 2
+    assert run(one_rank, ring=2) == [[expected, expected]] * 2
     both = Docs.tree([[4, 2], [3, 3]], [[-1, 0], [-1, -1]])
     assert ra.plan(seq_len=6).positions(both).tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
 
@@ -323,20 +323,20 @@ def test_a_cache_takes_chunks_and_first_keys(spec, move):
     T, (q, k, v) = 46, (torch.randn(2, 46, h, 8) for h in (4, 2, 2))
     expected = ra.attention(q, k, v, spec=spec)
 
-    def one(mesh):
-        plan, at, parts = ra.plan(mesh, seq_len=25, layout="zigzag"), 0, []
+    def one_rank(mesh):
+        plan, at, outs = ra.plan(mesh, seq_len=25, layout="zigzag"), 0, []
         cache = ra.KVCache.allocate(plan, batch=2, max_len=T, kv_heads=2, head_dim=8, dtype=torch.float32, block=4)
         for n in (25, 13):
             chunk = plan.for_length(n)
             mine = (chunk.shard(x[:, at : at + n]) for x in (q, k, v))
-            parts.append(chunk.unshard(ra.prefill(*mine, chunk, cache, spec=spec, move=move, keys=8)))
+            outs.append(chunk.unshard(ra.prefill(*mine, chunk, cache, spec=spec, move=move, keys=8)))
             at += n
         for n in (1, 5, 2):
-            parts.append(ra.decode(*(x[:, at : at + n] for x in (q, k, v)), cache, spec=spec))
+            outs.append(ra.decode(*(x[:, at : at + n] for x in (q, k, v)), cache, spec=spec))
             at += n
-        return torch.cat(parts, 1)
+        return torch.cat(outs, 1)
 
-    for out in run(one, ring=3):
+    for out in run(one_rank, ring=3):
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
 
 
@@ -354,7 +354,7 @@ def test_a_tree_of_drafts_is_verified_in_one_decode(spec):
         at = [*range(length), *range(max(before), max(before) + n)]
         expected.append(ra.attention(*(x[row : row + 1, at] for x in (q, k, v)), spec=spec, docs=docs)[:, length:])
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=max(before))
         cache = ra.KVCache.allocate(plan, batch=2, max_len=40, kv_heads=2, head_dim=8, dtype=torch.float32, block=2)
         ra.prefill(*(plan.shard(x[:, : max(before)]) for x in (q, k, v)), plan, cache, spec=spec)
@@ -365,20 +365,20 @@ def test_a_tree_of_drafts_is_verified_in_one_decode(spec):
         cache.append(*(x[:, [0, 2, 5]] for x in new[1:]))
         return out, cache.lengths.tolist()
 
-    for out, lengths in run(one, ring=2):
+    for out, lengths in run(one_rank, ring=2):
         torch.testing.assert_close(out, torch.cat(expected), rtol=0, atol=2e-6)
         assert lengths == [26, 23]
 
 
 def test_other_drafts_on_a_rank_are_named_on_all():
-    def one(mesh):
+    def one_rank(mesh):
         plan, x = ra.plan(mesh, seq_len=4), torch.randn(1, 4, 2, 8)
         cache = ra.KVCache.allocate(plan, batch=1, max_len=9, kv_heads=2, head_dim=8, dtype=torch.float32)
         ra.prefill(*[plan.shard(x, compare=False)] * 3, plan, cache)
         with pytest.raises(ValueError, match=r"ring rank 1 has decode, parents=\(-1, 0, 1\)"):
             ra.decode(*[x[:, :3]] * 3, cache, parents=[-1, 0, mesh.rank])
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 def test_what_is_wrong_with_drafts_is_named():

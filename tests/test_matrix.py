@@ -46,5 +46,7 @@ ON_GPUS = [
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
-def test_a_few_cells_over_nccl_equal_one_gpu():
-    print(matrix.check(ON_GPUS, device="cuda"))
+@pytest.mark.parametrize("libraries", [False, True])
+def test_a_few_cells_over_nccl_equal_one_gpu(libraries):
+    """By our kernels, and by those of libraries where they are installed."""
+    print(matrix.check(ON_GPUS, device="cuda", libraries=libraries))

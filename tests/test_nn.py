@@ -36,24 +36,24 @@ def layer() -> Attention:
 
 def test_a_layer_over_ranks_is_the_layer_on_one_device():
     x, dout = torch.randn(2, 2, 45, 32, generator=torch.Generator().manual_seed(1))
-    alone, whole = layer(), x.clone().requires_grad_()
-    untouched = deepcopy(alone)
-    expected = alone(whole)
+    single, whole = layer(), x.clone().requires_grad_()
+    untouched = deepcopy(single)
+    expected = single(whole)
     expected.backward(dout)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=45, heads=(4, 2), head_dim=8)
-        mine, part = deepcopy(untouched), plan.shard(x).requires_grad_()
-        out = mine(part, plan)
+        mine, local = deepcopy(untouched), plan.shard(x).requires_grad_()
+        out = mine(local, plan)
         out.backward(plan.shard(dout))
         shares = {n: p.grad for n, p in mine.named_parameters()}
-        return plan.unshard(out.detach()), plan.unshard(part.grad), shares
+        return plan.unshard(out.detach()), plan.unshard(local.grad), shares
 
-    results = run(one, ring=2, ulysses=2)
+    results = run(one_rank, ring=2, ulysses=2)
     for out, dx, _ in results:
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
         torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-6)
-    for name, weight in alone.named_parameters():
+    for name, weight in single.named_parameters():
         torch.testing.assert_close(sum(shares[name] for *_, shares in results), weight.grad, rtol=0, atol=1e-5)
 
 

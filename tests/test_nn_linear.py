@@ -52,30 +52,30 @@ def data(length: int = T) -> list[Tensor]:
 def test_a_layer_over_ranks_is_the_layer_on_one_device(ring, ulysses, place, kind, choices, lengths):
     x, dout = data()
     docs = None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths])
-    alone, whole = layer(kind, **choices), x.clone().requires_grad_()
-    untouched = deepcopy(alone)
+    single, whole = layer(kind, **choices), x.clone().requires_grad_()
+    untouched = deepcopy(single)
     if lengths is None:
-        expected = alone(whole)
+        expected = single(whole)
     else:  # every document by itself
         rows = []
         for row, some in zip(whole, lengths, strict=True):
             ends = np.cumsum(some)
-            rows.append(torch.cat([alone(row[None, e - n : e]) for e, n in zip(ends, some, strict=True) if n], 1))
+            rows.append(torch.cat([single(row[None, e - n : e]) for e, n in zip(ends, some, strict=True) if n], 1))
         expected = torch.cat(rows)
     expected.backward(dout)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T, layout=place)
-        mine, part = deepcopy(untouched), plan.shard(x).requires_grad_()
-        out = mine(part, plan, docs=docs)
+        mine, local = deepcopy(untouched), plan.shard(x).requires_grad_()
+        out = mine(local, plan, docs=docs)
         out.backward(plan.shard(dout))
-        return plan.unshard(out.detach()), plan.unshard(part.grad), {n: p.grad for n, p in mine.named_parameters()}
+        return plan.unshard(out.detach()), plan.unshard(local.grad), {n: p.grad for n, p in mine.named_parameters()}
 
-    results = run(one, ring=ring, ulysses=ulysses)
+    results = run(one_rank, ring=ring, ulysses=ulysses)
     for out, dx, _ in results:
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-11)
-    for name, weight in alone.named_parameters():
+    for name, weight in single.named_parameters():
         torch.testing.assert_close(sum(s[name] for *_, s in results), weight.grad, rtol=0, atol=1e-10, msg=name)
 
 
@@ -115,14 +115,14 @@ def test_the_convolution_reaches_over_segments_shorter_than_itself(length, layou
     expected = causal_convolution(whole, weight)
     expected.backward(dout)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=length, layout=layout)
-        part = plan.shard(x).requires_grad_()
-        out = causal_convolution(part, weight, plan)
+        local = plan.shard(x).requires_grad_()
+        out = causal_convolution(local, weight, plan)
         out.backward(plan.shard(dout))
-        return plan.unshard(out.detach()), plan.unshard(part.grad)
+        return plan.unshard(out.detach()), plan.unshard(local.grad)
 
-    for out, dx in run(one, ring=4):
+    for out, dx in run(one_rank, ring=4):
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(dx, whole.grad)
 
@@ -134,7 +134,7 @@ def test_a_stream_gives_what_forward_gives(ring, ulysses, place, kind, choices):
     x, _ = data()
     expected = layer(kind, **choices)(x).detach()
 
-    def one(mesh):
+    def one_rank(mesh):
         mine = layer(kind, **choices)
         for _ in range(2):
             outs, at = [], 0
@@ -148,7 +148,7 @@ def test_a_stream_gives_what_forward_gives(ring, ulysses, place, kind, choices):
             mine.reset()
         return torch.cat(outs, 1)
 
-    for out in run(one, ring=ring, ulysses=ulysses):
+    for out in run(one_rank, ring=ring, ulysses=ulysses):
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
@@ -257,7 +257,7 @@ def test_the_convolution_sends_the_tokens_at_borders_and_no_others(ring, ulysses
     W = 4
     docs = None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths])
 
-    def one(mesh, length):
+    def one_rank(mesh, length):
         plan = ra.plan(mesh, seq_len=length, layout=place)
         x = torch.randn(2, plan.local_len, C).requires_grad_()
         out = causal_convolution(x, torch.randn(C, W), plan, docs=docs)
@@ -270,7 +270,7 @@ def test_the_convolution_sends_the_tokens_at_borders_and_no_others(ring, ulysses
 
     expected = hops(Plan(seq_len=T, ring=ring, ulysses=ulysses, layout=place)) * 2 * (W - 1) * C * 4
     for length in (T,) if docs else (T, 10 * T):
-        counts = run(lambda mesh, n=length: one(mesh, n), ring=ring, ulysses=ulysses)
+        counts = run(lambda mesh, n=length: one_rank(mesh, n), ring=ring, ulysses=ulysses)
         for total in map(sum, zip(*counts, strict=True)):
             assert total == expected
 

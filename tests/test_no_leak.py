@@ -82,20 +82,20 @@ def test_200_steps_leave_memory_as_it_was(kind, route):
 def ends_and_begins(folder: str, detail: bool) -> list[tuple[int, int]]:
     """Threads and open files after each of some lives of the process group."""
     dist.set_debug_level(dist.DebugLevel.DETAIL if detail else dist.DebugLevel.OFF)
-    rank, found = dist.get_rank(), []
+    rank, results = dist.get_rank(), []
     for life in range(6):
         mesh = ra.init_mesh(sequence=2, device_type="cpu") if life % 2 else ra.init_mesh(ring=2, device_type="cpu")
         step(ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=32), None)
         dist.destroy_process_group()
         gc.collect()
-        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+        results.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{life}", 2), rank=rank, world_size=2)
-    return found
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("detail", [False, True])
 def test_a_process_group_that_ends_takes_its_threads_and_connections_along(detail, tmp_path):
-    for found in run(ends_and_begins, 2, str(tmp_path), detail):
-        assert max(threads for threads, _ in found[2:]) <= found[1][0], f"(threads, files): {found}"
-        assert max(files for _, files in found[2:]) <= found[1][1], f"(threads, files): {found}"
+    for results in run(ends_and_begins, 2, str(tmp_path), detail):
+        assert max(threads for threads, _ in results[2:]) <= results[1][0], f"(threads, files): {results}"
+        assert max(files for _, files in results[2:]) <= results[1][1], f"(threads, files): {results}"

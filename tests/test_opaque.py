@@ -42,17 +42,17 @@ def to_half(x: Any) -> Any:
 
 def walks() -> dict[str, Any]:
     """What wrappers do with each argument of a module."""
-    found = {
+    results = {
         "FSDP": partial(_apply_to_tensors, to_half),
         "DDP": lambda x: _recursive_to(x, torch.device("cpu"), False)[0],
         "DDP by name": lambda x: _to_kwargs((), {"x": x}, torch.device("cpu"), False)[1][0]["x"],
         "pytree": partial(_pytree.tree_map, to_half),
     }
     operations = pytest.importorskip("accelerate").utils.operations
-    found["recursively_apply"] = partial(operations.recursively_apply, to_half)
-    found["send_to_device"] = lambda x: operations.send_to_device(x, "cpu")
-    found["convert_to_fp32"] = operations.convert_to_fp32
-    return found
+    results["recursively_apply"] = partial(operations.recursively_apply, to_half)
+    results["send_to_device"] = lambda x: operations.send_to_device(x, "cpu")
+    results["convert_to_fp32"] = operations.convert_to_fp32
+    return results
 
 
 @pytest.mark.parametrize("x", HANDED_ON, ids=lambda x: type(x).__name__)
@@ -190,8 +190,8 @@ def all_cells() -> list[list[Any]]:
 def test_mixed_precision_over_ranks_equals_one_rank():
     pytest.importorskip("transformers")
     (expected,) = run(all_cells, 1)
-    for found in run(all_cells, 2):
-        for cell, mine, right in zip(CELLS, found, expected, strict=True):
+    for results in run(all_cells, 2):
+        for cell, mine, right in zip(CELLS, results, expected, strict=True):
             near = 1e-5 if "DDP" in cell else 2e-2  # bfloat16, summed in another order
             for a, b in zip(mine, right, strict=True):
                 assert abs(a - b).max() <= near * abs(b).max(), cell

@@ -53,11 +53,11 @@ def test_attend_and_its_gradients_equal_dense_attention(impl: str, kind: str) ->
     if DEVICE == "cuda" and impl == "auto":
         pytest.skip("float64 on a GPU is served by name only")
     given = inputs(kind=kind)
-    found, truth = ops.attend(*given, impl=impl), dense(*given)
-    torch.testing.assert_close(found, truth)
+    result, truth = ops.attend(*given, impl=impl), dense(*given)
+    torch.testing.assert_close(result, truth)
     for name, a, b in zip(
         "qkv",
-        torch.autograd.grad(total(found), given[:3]),
+        torch.autograd.grad(total(result), given[:3]),
         torch.autograd.grad(total(truth), given[:3]),
         strict=True,
     ):
@@ -70,9 +70,9 @@ def test_the_gpu_kernels_behind_the_op(impl: str) -> None:
     pytest.importorskip("triton")
     given = inputs(torch.float32)
     exact = tuple(x.detach().double().requires_grad_() if x.is_floating_point() else x for x in given)
-    found, truth = ops.attend(*given, impl=impl), dense(*exact)
-    torch.testing.assert_close(found.out.double(), truth.out, atol=2e-6, rtol=0)
-    grads = torch.autograd.grad(total(found), given[:3])
+    result, truth = ops.attend(*given, impl=impl), dense(*exact)
+    torch.testing.assert_close(result.out.double(), truth.out, atol=2e-6, rtol=0)
+    grads = torch.autograd.grad(total(result), given[:3])
     for name, a, b in zip("qkv", grads, torch.autograd.grad(total(truth), exact[:3]), strict=True):
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=0, msg=lambda m, name=name: f"d{name}: {m}")
 
@@ -80,9 +80,9 @@ def test_the_gpu_kernels_behind_the_op(impl: str) -> None:
 def test_a_loss_of_the_lse_alone_has_the_right_gradient() -> None:
     given = inputs(kind="causal")
     for part in (ops.attend(*given, impl="auto" if DEVICE == "cpu" else "tiled"),):
-        found = torch.autograd.grad(part.lse.sin().sum(), given[:2])
+        result = torch.autograd.grad(part.lse.sin().sum(), given[:2])
         truth = torch.autograd.grad(dense(*given).lse.sin().sum(), given[:2])
-        torch.testing.assert_close(found, truth)
+        torch.testing.assert_close(result, truth)
 
 
 @pytest.mark.parametrize("kind", ["ragged", "causal"])
@@ -110,8 +110,8 @@ def test_compile_sees_through_attend_and_merge() -> None:
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
     for given in (inputs(), tuple(x.detach()[:1].requires_grad_(x.is_floating_point()) for x in inputs())):
         torch.testing.assert_close(compiled(*given), f(*given))
-        found = torch.autograd.grad(compiled(*given), given[:3])
-        torch.testing.assert_close(found, torch.autograd.grad(f(*given), given[:3]))
+        result = torch.autograd.grad(compiled(*given), given[:3])
+        torch.testing.assert_close(result, torch.autograd.grad(f(*given), given[:3]))
 
 
 LAYER = ringattn.nn.Attention(8, 2)
@@ -144,13 +144,13 @@ def test_checkpointing_no_grad_and_autocast_change_nothing() -> None:
     plain = ops.attend(*given, impl="tiled")
     again = torch.utils.checkpoint.checkpoint(lambda *x: ops.attend(*x, impl="tiled"), *given, use_reentrant=False)
     torch.testing.assert_close(again, plain, atol=0, rtol=0)
-    found = torch.autograd.grad(total(again), given[:3])
-    torch.testing.assert_close(found, torch.autograd.grad(total(plain), given[:3]), atol=0, rtol=0)
+    result = torch.autograd.grad(total(again), given[:3])
+    torch.testing.assert_close(result, torch.autograd.grad(total(plain), given[:3]), atol=0, rtol=0)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         inside = ops.attend(*given, impl="tiled")
         grads = torch.autograd.grad(total(inside), given[:3])
     torch.testing.assert_close(inside, plain, atol=0, rtol=0)
-    torch.testing.assert_close(grads, found, atol=0, rtol=0)
+    torch.testing.assert_close(grads, result, atol=0, rtol=0)
     with torch.no_grad():
         assert not ops.attend(*given, impl="tiled").out.requires_grad
 

@@ -91,10 +91,10 @@ def test_both_forms_equal_dense_attention_over_any_scores_tiles_and_streams(size
     parts = list(streams_of(s, v, streams, tile, torch.float32))
     by_streams = from_streams(reduce(merge_streams, parts))
     by_lse = reduce(merge, [from_streams(part) for part in parts])
-    for found, limit in ((by_streams, 1e-6), (by_lse, 1e-6 if size < 50 else 4e-6)):
-        assert found.out.isfinite().all() and found.lse.isfinite().all()
-        assert off(found.out[0, :, 0], expected) <= limit
-        assert off(found.lse[0, :, 0], torch.logsumexp(s.double(), 1)) <= 1e-6
+    for result, limit in ((by_streams, 1e-6), (by_lse, 1e-6 if size < 50 else 4e-6)):
+        assert result.out.isfinite().all() and result.lse.isfinite().all()
+        assert off(result.out[0, :, 0], expected) <= limit
+        assert off(result.lse[0, :, 0], torch.logsumexp(s.double(), 1)) <= 1e-6
 
 
 @pytest.mark.parametrize("size", [1.0, 10.0, 50.0])
@@ -106,8 +106,8 @@ def test_queries_and_keys_of_any_size_merge_to_dense_attention(size):
     expected = torch.softmax(s, 1) @ v
     for streams in (2, 5):
         parts = list(streams_of(s, v, streams, 64, torch.float64))
-        for found in (from_streams(reduce(merge_streams, parts)), reduce(merge, map(from_streams, parts))):
-            assert found.out.isfinite().all() and off(found.out[0, :, 0], expected) <= 1e-12
+        for result in (from_streams(reduce(merge_streams, parts)), reduce(merge, map(from_streams, parts))):
+            assert result.out.isfinite().all() and off(result.out[0, :, 0], expected) <= 1e-12
 
 
 @pytest.mark.parametrize("size", [1.0, 50.0])
@@ -126,8 +126,8 @@ def test_the_order_of_ranks_does_not_matter(size):
         assert off(by_lse.out[0, :, 0], expected) <= (1e-6 if size < 50 else 4e-6)
 
 
-def off(found, expected):
-    return float((found.double() - expected).norm() / expected.norm())
+def off(result, expected):
+    return float((result.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("garbage", [0.0, NAN, INF])
@@ -158,11 +158,11 @@ def test_a_key_of_nan_reaches_every_query_that_sees_it_on_a_ring_as_on_one_devic
     q, k, v = torch.randn(3, 1, 64, 2, 8).unbind()
     k[:, 3] = NAN
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64, kernel=kernel)
         return plan.unshard(ra.attention(plan.shard(q), plan.shard(k), plan.shard(v), plan))
 
-    for out in (ra.attention(q, k, v), *run(one, ring=4)):
+    for out in (ra.attention(q, k, v), *run(one_rank, ring=4)):
         assert out[:, :3].isfinite().all() and out[:, 3:].isnan().all()
 
 
@@ -177,8 +177,8 @@ def test_merging_lets_through_finite_gradients_whatever_lies_between_two_sides(l
     given = out_a, np.float32([[[lse_a]]]), out_b, np.float32([[[lse_b]]])
     if framework == "torch":
         leaves = [torch.tensor(x, requires_grad=True) for x in given]
-        found = merge(Partial(*leaves[:2]), Partial(*leaves[2:]))
-        grads = torch.autograd.grad(3 * found.out.sum() + found.lse.sum(), leaves)
+        result = merge(Partial(*leaves[:2]), Partial(*leaves[2:]))
+        grads = torch.autograd.grad(3 * result.out.sum() + result.lse.sum(), leaves)
     else:
         jax = pytest.importorskip("jax")
 
@@ -227,8 +227,8 @@ def test_sinks_are_one_more_key_with_a_value_of_zero():
 def test_a_sink_that_nobody_sees_and_padding_have_no_gradient(framework):
     xp = pytest.importorskip(framework)
     sinks, lse = np.float32([-INF, 0.5]), np.float32([[[-INF, 0.5], [2.0, 1.5], [-INF, -INF]]])
-    found = sink_gradient(*(xp.asarray(x) for x in (sinks, lse, np.full_like(lse, 3.0))))
-    np.testing.assert_allclose(np.asarray(found), [0.0, -3 - 3 * np.exp(-1)], rtol=1e-6)
+    result = sink_gradient(*(xp.asarray(x) for x in (sinks, lse, np.full_like(lse, 3.0))))
+    np.testing.assert_allclose(np.asarray(result), [0.0, -3 - 3 * np.exp(-1)], rtol=1e-6)
 
 
 def test_the_same_words_work_on_jax_arrays():

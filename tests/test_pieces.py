@@ -50,8 +50,8 @@ def test_values_and_gradients_are_those_of_the_whole(tokens, pieces, named):
     x = torch.randn(2, 20, 8).double()
     out, expected, _ = gradients(layer().double(), x, False)
     for recompute in (False, True):
-        found, grads, runs = gradients(layer(tokens=tokens, named=named).double(), x, recompute)
-        torch.testing.assert_close(found, out)
+        result, grads, runs = gradients(layer(tokens=tokens, named=named).double(), x, recompute)
+        torch.testing.assert_close(result, out)
         torch.testing.assert_close(grads, expected)
         assert runs == (2 * pieces if named or not recompute else 3 * pieces - 1)
 

@@ -104,25 +104,25 @@ def test_keys_of_another_length_are_planned_alike():
 
 
 def test_gather_has_no_route():
-    def one(mesh, **choices):
+    def one_rank(mesh, **choices):
         return ra.plan(mesh, seq_len=4096, heads=8, head_dim=64, **choices)
 
-    plan = run(lambda mesh: one(mesh, strategy="gather"), ring=2)[0]
+    plan = run(lambda mesh: one_rank(mesh, strategy="gather"), ring=2)[0]
     assert "route direct" not in plan.explain() and "route relay" not in plan.explain()
     assert "gather: every rank's keys come at once, over threads; in backward their gradients" in plan.explain()
-    said = run(lambda mesh: one(mesh, strategy="ring"), ring=4, hosts=2)[0].explain()
+    said = run(lambda mesh: one_rank(mesh, strategy="ring"), ring=4, hosts=2)[0].explain()
     assert "in backward 8.4 MB a block, gradients in float32" in said
     assert "-0.000" not in said and "gloo" not in said
 
 
 @pytest.mark.parametrize(("kv_heads", "groups", "far"), [(8, 2, 2), (16, 2, 4), (12, 3, 3), (4, 1, 1), (2, 1, 1)])
 def test_heads_are_exchanged_in_as_many_groups_as_save_time(kv_heads, groups, far):
-    def one(mesh, seq_len, machine):
+    def one_rank(mesh, seq_len, machine):
         mesh.device_type = "cuda"
         return ra.plan(mesh, seq_len=seq_len, heads=(48, kv_heads), head_dim=128, machine=machine).explain()
 
     def explained(seq_len, machine="h200"):
-        return run(lambda mesh: one(mesh, seq_len, machine), ulysses=4)[0]
+        return run(lambda mesh: one_rank(mesh, seq_len, machine), ulysses=4)[0]
 
     def said(groups):
         return "all at once" if groups == 1 else f"in {groups} groups"
@@ -135,13 +135,13 @@ def test_heads_are_exchanged_in_as_many_groups_as_save_time(kv_heads, groups, fa
 
 
 def test_groups_that_cannot_be_are_refused():
-    def one(mesh, **choices):
+    def one_rank(mesh, **choices):
         return ra.plan(mesh, seq_len=64, heads=(8, 4), head_dim=8, **choices)
 
     with pytest.raises(ValueError, match="groups=3 does not divide the 2 key heads that a rank attends to; leave it"):
-        run(lambda mesh: one(mesh, transport=ra.Transport(groups=3)), ulysses=2)
+        run(lambda mesh: one_rank(mesh, transport=ra.Transport(groups=3)), ulysses=2)
     with pytest.raises(ValueError, match="groups=2 is for Ulysses and gather"):
-        run(lambda mesh: one(mesh, transport=ra.Transport(groups=2), strategy="ring"), ring=2)
+        run(lambda mesh: one_rank(mesh, transport=ra.Transport(groups=2), strategy="ring"), ring=2)
 
 
 @pytest.mark.parametrize(("hosts", "route"), [(0, "relay"), (1, "direct"), (2, "levels"), (4, "relay")])
@@ -182,7 +182,7 @@ def test_a_pickled_plan_is_not_another_plan_of_another_process(tmp_path):
 
 
 def test_a_plan_on_ranks_is_copied_with_its_axes_and_pickled_without():
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         assert copy.deepcopy(plan).axes is plan.axes
         again = pickle.loads(pickle.dumps(plan))
@@ -190,7 +190,7 @@ def test_a_plan_on_ranks_is_copied_with_its_axes_and_pickled_without():
         with pytest.raises(ValueError, match="this plan for 2 ranks has no mesh to run on"):
             again.shard(torch.zeros(1, 16))
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
 
 
 @pytest.mark.parametrize(
@@ -241,23 +241,23 @@ def test_no_plan_has_sizes_below_one(sizes):
 
 
 def test_ulysses_alone_on_a_sequence_axis_needs_heads_for_all_ranks():
-    def one(mesh):
+    def one_rank(mesh):
         with pytest.raises(
             ValueError, match="over 4 ranks needs query heads that 4 divides, and there are 3; use strat"
         ):
             ra.plan(mesh, seq_len=16, heads=3, strategy="ulysses")
 
-    run(one, sequence=4)
+    run(one_rank, sequence=4)
 
 
 def test_documents_at_planning_choose_the_layout():
-    def one(mesh, lengths):
+    def one_rank(mesh, lengths):
         return ra.plan(
             mesh, seq_len=4096, heads=(8, 2), head_dim=64, docs=ra.Docs.from_lengths(lengths), strategy="ring"
         ).layout
 
-    assert set(run(lambda mesh: one(mesh, [3000, 500, 596]), ring=4)) == {"balanced"}
-    inside = run(lambda mesh: one(mesh, 16 * [256]), ring=4)  # nothing needs to travel in one of these
+    assert set(run(lambda mesh: one_rank(mesh, [3000, 500, 596]), ring=4)) == {"balanced"}
+    inside = run(lambda mesh: one_rank(mesh, 16 * [256]), ring=4)  # nothing needs to travel in one of these
     assert set(inside) <= {"zigzag", "contiguous"}
 
 

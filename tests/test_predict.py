@@ -3,17 +3,20 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import ringattn as ra
+from ringattn import candidates, choosing
 from ringattn import machine as machines
 from ringattn.candidates import hosts_of_ring
 from ringattn.choosing import elsewhere, factored
 from ringattn.cost import Shape
 from ringattn.kernels.rates import RATES
 from ringattn.launch.bench.masks import MIXES, mixed
+from ringattn.launch.bench.plans import setting_of
 from ringattn.planning import Plan
 from ringattn.predict import Rates, predict
 from ringattn.transport import Transport
@@ -56,7 +59,7 @@ def cost_of(name, row):
     shape = Shape(tokens, tokens, row["heads"], row["kv_heads"], 128, 128)
     machine = machines.load(name)
     if row.get("graphs"):  # replayed, nothing is launched
-        machine = machine.replace(launch=(0.0, 0.0), start=(0.0, 0.0))
+        machine = machine.replace(launch=(0.0, 0.0), start=(0.0, 0.0), least=(0.0, 0.0))
     return predict(plan, shape, spec, docs, machine, Rates(*(r * 1e12 for r in rates), narrow, row["kernel"])), machine
 
 
@@ -64,7 +67,8 @@ def test_predictions_are_within_15_percent_of_nine_in_ten_measured_rows():
     off = []
     for name, row, backward in measured():
         cost, machine = cost_of(name, row)
-        seconds = cost.forward.seconds + machine.start[0] + backward * (cost.backward.seconds + machine.start[1])
+        seconds = machine.single(cost.forward.seconds, False)
+        seconds += machine.single(cost.backward.seconds, True) if backward else 0.0
         off.append(abs(seconds * 1e3 / row["ms"] - 1))
     assert len(off) > 250
     assert np.mean(np.array(off) < 0.15) >= 0.9 and np.mean(np.array(off) < 0.3) >= 0.95, np.sort(off)[-30:]
@@ -192,17 +196,25 @@ def test_missing_numbers_and_files_are_named(tmp_path):
         ra.plan(seq_len=8, machine=3)
 
 
-def test_of_measured_candidates_the_one_predicted_to_be_fastest_is():
-    """Within 7%; of equals with documents a plan takes what receives least, which these costs alone do not say."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def test_choices_for_two_h100s_are_the_fastest_measured_candidates(monkeypatch):
+    """Within 5% in all settings of `ringattn bench plans`; of single calls 9 in 10 are predicted within 15%."""
+    monkeypatch.setattr(candidates, "chosen", lambda problem, plan, backward: plan.kernel)  # also if not installed here
+    monkeypatch.setattr(choosing, "kernel_report", lambda *given: [])
+    measured: dict[str, dict[tuple[str, ...], float]] = {}
     for row in map(json.loads, (ROWS / "plans-h100.jsonl").read_text().splitlines()):
-        if row["mode"] == "forward+backward":
-            kernel, tokens, heads, kv_heads, mask = row["setting"].split("/")
-            strategy, ranks = row["plan"].split()
-            ulysses = int(ranks) if strategy == "ulysses" else 1
-            about = {"kernel": kernel, "tokens": int(tokens), "heads": int(heads), "kv_heads": int(kv_heads)}
-            about |= {"mask": mask, "strategy": strategy, "ranks": int(ranks), "ulysses": ulysses, "who": "nccl"}
-            if mask != "full" and strategy != "ulysses":  # whose kernel has one device's rates
-                found.setdefault(row["setting"], []).append((cost_of("h100", row | about)[0].seconds, row["ms"]))
-    chosen = [min(each)[1] / min(ms for _, ms in each) for each in found.values() if len(each) > 1]
-    assert len(chosen) > 10 and max(chosen) < 1.07, chosen
+        of_setting = measured.setdefault(row["setting"], {})
+        of_setting[row["plan"].split()[0], row["layout"], row["mode"]] = row["ms"]
+    off, machine, both = [], machines.load("h100"), "forward+backward"
+    for word, times in measured.items():
+        setting = setting_of(word, SimpleNamespace(head_dim=128, device="cuda"))
+        plan = ra.plan(
+            elsewhere("cuda", [(2, 1), (1, 2)], gpus=2), seq_len=setting.case.tokens, head_dim=128, machine=machine,
+            heads=(setting.heads, setting.kv_heads), kernel=setting.kernel, **setting.case.asked,
+        )  # fmt: skip
+        choice = first(plan)
+        way, seconds = (choice["strategy"], choice["layout"]), 0.0
+        assert times[*way, both] < 1.05 * min(ms for (*_, mode), ms in times.items() if mode == both), word
+        for name, mode in (("forward", "forward"), ("backward", both)):
+            seconds += machine.single(choice[name]["seconds"], name == "backward")
+            off.append(abs(seconds * 1e3 / times[*way, mode] - 1))
+    assert len(measured) == 24 and np.mean(np.array(off) < 0.15) >= 0.9 and max(off) < 0.3, sorted(off)

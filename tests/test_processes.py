@@ -35,7 +35,7 @@ GROUPS = {
 
 def worst_errors(cases: list[Case], device: str = "cpu", **choices: Any) -> list[dict[str, float]]:
     """Every case on this process group: this rank's errors. `choices` are further words for the plan."""
-    found = []
+    results = []
     for case in cases:
         mesh = ra.init_mesh(ring=case.ring, ulysses=case.ulysses, device_type=device)
         given = {n: x.to(device) for n, x in oracle.inputs(case, torch.float32).items()}
@@ -46,8 +46,8 @@ def worst_errors(cases: list[Case], device: str = "cpu", **choices: Any) -> list
             total = got["dsinks"].double()
             dist.all_reduce(total)
             errors["dsinks"] = oracle.error(total, truth["dsinks"].to(device), float(truth["dsinks"].norm()))
-        found.append(errors)
-    return found
+        results.append(errors)
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
@@ -121,16 +121,16 @@ def test_a_sequence_axis_is_factored_by_the_plan():
 
 def groups_after_each_plan() -> list[int]:
     mesh = ra.init_mesh(sequence=4, device_type="cpu")
-    found = []
+    results = []
     for length in (64, 64, 80):
         ra.plan(mesh, seq_len=length, heads=(2, 2), head_dim=8)
-        found.append(len(dist.distributed_c10d._world.pg_map))
-    return found
+        results.append(len(dist.distributed_c10d._world.pg_map))
+    return results
 
 
 def test_plans_of_one_mesh_make_its_groups_once():
-    for found in run(groups_after_each_plan, 4):
-        assert len(set(found)) == 1, found
+    for results in run(groups_after_each_plan, 4):
+        assert len(set(results)) == 1, results
 
 
 def one_rank_has_a_longer_q() -> None:

@@ -12,24 +12,24 @@ SOURCES = ("ringattn", "comms", "kernels", "launch")
 
 def errors() -> str:
     """Every string of the sources, with `...` for what is filled in, and one separator between strings."""
-    found = []
+    results = []
     for folder in SOURCES:
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
-                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "..." for v in node.values))
+                    results.append("".join(str(v.value) if isinstance(v, ast.Constant) else "..." for v in node.values))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
-    return "\n".join(found)
+                    results.append(node.value)
+    return "\n".join(results)
 
 
 def test_errors_of_the_troubleshooting_page_exist():
-    page, known = (ROOT / "docs/troubleshooting.md").read_text(), errors()
+    page, texts = (ROOT / "docs/troubleshooting.md").read_text(), errors()
     first = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `") or " after `" in line]
     quoted = [words for cell in first for words in re.findall(r"`([^`]+)`", cell)]
-    pieces = [piece.strip() for words in quoted for piece in words.split("...") if len(piece.strip()) > 2]
-    assert len(pieces) > 30
-    assert [piece for piece in pieces if piece not in known] == []
+    phrases = [phrase.strip() for words in quoted for phrase in words.split("...") if len(phrase.strip()) > 2]
+    assert len(phrases) > 30
+    assert [phrase for phrase in phrases if phrase not in texts] == []
 
 
 def test_every_page_is_in_the_site_and_short():

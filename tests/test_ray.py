@@ -187,8 +187,8 @@ def test_processes_of_one_jax_program(cluster, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
     expected = ra.attention(*map(torch.from_numpy, qkv(101))).numpy()
-    for processes, devices, found in on_ray.jax_run(jax_part, 2, 101, address=cluster.address):
+    for processes, devices, result in on_ray.jax_run(jax_part, 2, 101, address=cluster.address):
         assert (processes, devices) == (2, 2)
-        np.testing.assert_allclose(found, expected, atol=2e-6)
+        np.testing.assert_allclose(result, expected, atol=2e-6)
     with pytest.raises(RankError, match="ValueError: tokens=0"):
         on_ray.jax_run(jax_part, 2, 0, address=cluster.address)

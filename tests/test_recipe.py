@@ -40,9 +40,9 @@ def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypat
         return plan, str(call), call.recipe
 
     shape = Shape(60, 60, 8, 4, 8, 8, 4)
-    found = run(one, **sizes)
+    results = run(one, **sizes)
     passes: dict[str, dict[int, recipe.Pass]] = {"forward": {}, "backward": {}}
-    for plan, said, mine in found:
+    for plan, said, mine in results:
         other = Recipe(Mask(plan, ra.AttentionSpec(), docs), shape, "cpu", "float32", rank=plan.ring_axis.rank)
         assert mine == other and hash(mine) == hash(other) and said == str(other)
         for which, ranks in passes.items():

@@ -48,8 +48,8 @@ def test_forward_and_backward_are_the_definition(module, softcap):
     finite = torch.isfinite(lse)
     expected = torch.autograd.grad((out * dout).sum() + (torch.where(finite, lse, 0.0) * dlse).sum(), leaves)
     delta = (dout * part.out).sum(-1) - dlse * finite
-    found = module.attend_backward(q, k, v, where, dout, part.lse, delta, scale=0.3, softcap=softcap)
-    for a, b in zip(found, expected, strict=True):
+    results = module.attend_backward(q, k, v, where, dout, part.lse, delta, scale=0.3, softcap=softcap)
+    for a, b in zip(results, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -157,8 +157,8 @@ def test_nan_and_overflowing_scores_are_not_empty_rows_in_jax(size):
     q, k, v, where = problem(dtype=torch.float32)
     q, k, v, *at = (jnp.asarray(x.numpy()) for x in (q.abs() * size, k.abs() * size, v, *where[:2]))
     part = reference.attend(q, k, v, Intervals(*at), scale=0.3)
-    for found in (part, merge(part, empty(q, v.shape[-1]))):
-        check_bad_rows(found, np.asarray(at[0] == at[1]))
+    for result in (part, merge(part, empty(q, v.shape[-1]))):
+        check_bad_rows(result, np.asarray(at[0] == at[1]))
 
 
 def test_merging_a_split_is_the_whole():

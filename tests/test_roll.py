@@ -13,16 +13,16 @@ from ringattn.layout import LAYOUTS
 
 def expected(x, shift, dim, docs, fill):
     """Token by token, from the definition."""
-    found = torch.full_like(x, fill)
+    results = torch.full_like(x, fill)
     T = x.shape[dim]
     for row in range(x.shape[0]):
         starts = [0, T] if docs is None else docs.starts[min(row, len(docs.starts) - 1)].tolist()
         document = [sum(start <= p for start in starts) if p < starts[-1] else None for p in range(T)]
-        into, out_of = (found, x) if dim == 0 else (found[row].movedim(dim - 1, 0), x[row].movedim(dim - 1, 0))
+        into, out_of = (results, x) if dim == 0 else (results[row].movedim(dim - 1, 0), x[row].movedim(dim - 1, 0))
         for p in range(T):
             if 0 <= p - shift < T and document[p] is not None and document[p] == document[p - shift]:
                 into[p] = out_of[p - shift]
-    return found
+    return results
 
 
 lengths = st.lists(st.integers(0, 9), min_size=1, max_size=5)
@@ -46,7 +46,7 @@ def test_equals_the_definition_in_every_layout(layout, ring, ulysses, shift, dim
     shape[dim] = T
     ids, weights = torch.randint(0, 99, shape), torch.randn(shape, dtype=torch.float64)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T, layout=layout)
         leaf = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
         moved = plan.roll(plan.shard(leaf, dim=dim), shift, dim=dim, docs=packed[docs])
@@ -55,22 +55,22 @@ def test_equals_the_definition_in_every_layout(layout, ring, ulysses, shift, dim
         assert rolled.movedim(dim, 0)[~plan.real_tokens()].eq(-100).all()
         return plan.unshard(rolled, dim=dim), leaf.grad
 
-    results = run(one, ring=ring, ulysses=ulysses)
+    results = run(one_rank, ring=ring, ulysses=ulysses)
     back = expected(weights, -shift, dim, packed[docs], 0.0)
     assert torch.equal(sum(gradient for _, gradient in results), back)
-    for found, _ in results:
-        assert torch.equal(found, expected(ids, shift, dim, packed[docs], -100))
+    for result, _ in results:
+        assert torch.equal(result, expected(ids, shift, dim, packed[docs], -100))
 
 
 def test_what_is_sent_is_one_token_a_segment():
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64, layout="zigzag")
         x = plan.shard(torch.arange(64.0)[None])
         before = plan.ring_axis.sent
         plan.roll(x, -1)
         return plan.ring_axis.sent - before
 
-    assert max(run(one, ring=4)) <= 2 * 4  # two segments, of float32
+    assert max(run(one_rank, ring=4)) <= 2 * 4  # two segments, of float32
 
 
 def test_the_fill_and_the_dtype_of_the_input_are_kept():
@@ -103,8 +103,8 @@ def of_processes():
 
 
 def test_over_processes():
-    for found, gradient in processes.run(of_processes, 2):
-        assert found.tolist() == [[2, 3, 4, 5, 0, 0, 8, 9, 10, 0, 0]]
+    for result, gradient in processes.run(of_processes, 2):
+        assert result.tolist() == [[2, 3, 4, 5, 0, 0, 8, 9, 10, 0, 0]]
         assert gradient.tolist() == [[0, 0, 0, 1, 2, 3, 0, 0, 6, 7, 8]]
 
 
@@ -119,5 +119,5 @@ def test_global_jax_arrays(layout):
     for x, fill in ((torch.randint(0, 99, (2, 13)), -100), (torch.randn(2, 13, 2), 0)):
         for shift, packed in ((-1, None), (-1, docs), (3, None), (3, docs)):
             roll = jax.jit(lambda a, d, s=shift: plan.unshard(plan.roll(plan.shard(a), s, docs=d)))
-            found = torch.from_numpy(jax.device_get(roll(x.numpy(), packed)).copy())
-            assert torch.equal(found, expected(x.to(found.dtype), shift, 1, packed, fill))
+            result = torch.from_numpy(jax.device_get(roll(x.numpy(), packed)).copy())
+            assert torch.equal(result, expected(x.to(result.dtype), shift, 1, packed, fill))

@@ -30,51 +30,51 @@ def transport(request, monkeypatch):
 def test_other_sequences_on_a_rank_are_named_on_all(transport, wrong_from):
     raised = []
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         with pytest.raises(ValueError, match=r"ring rank 1.*num_replicas=DATA_RANKS, rank=DATA_RANK"):
             for i in range(4):
                 raised.append(i)
                 step(plan, tokens(i + 100 * (i >= wrong_from and mesh.coordinates["ring"] == 1)))
 
-    run(one, ring=2, ulysses=2, timeout=20)
+    run(one_rank, ring=2, ulysses=2, timeout=20)
     assert set(raised) in ({*range(wrong_from + 1)}, {*range(wrong_from + 2)})  # at once, or a call later
 
 
 def test_documents_that_are_dealt_out_otherwise_on_a_rank_are_named_on_all(transport):
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T, layout="balanced")
         with pytest.raises(ValueError, match="the documents that the plan lays out, of ring rank 1 are not those"):
             for i in range(3):
                 step(plan.for_docs(ra.Docs.from_lengths([5 + i * mesh.rank, T - 5 - i * mesh.rank])), tokens(0))
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
 
 
 def test_now_and_then_is_not_never(transport):
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         with pytest.raises(ValueError, match="different sequences"):
             for i in range(same_data.EVERY + 2):
                 step(plan, tokens(i + 100 * (i >= same_data.FIRST) * mesh.rank))
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
 
 
 def test_attention_finds_other_sequences_before_any_loss(transport):
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         x = plan.shard(tokens(mesh.rank)).float()[..., None, None].expand(-1, -1, 2, 4)
         with pytest.raises(ValueError, match="different sequences"):
             ra.attention(x, x, x, plan)
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
 
 
 def test_what_is_no_other_sequence_goes_on(transport):
     """Cut on one rank alone, by a thread that loads ahead, on purpose, or a number that is a float."""
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         for i in range(6):
             if mesh.rank == 0:
@@ -90,7 +90,7 @@ def test_what_is_no_other_sequence_goes_on(transport):
                     plan.shard(tokens(i))
             step(plan, tokens(i))
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
 
 
 def test_a_checksum_depends_on_numbers_and_positions():

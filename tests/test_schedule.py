@@ -33,8 +33,8 @@ def tokens_in(ranges):
 def schedule_from(ring, cells):
     """The schedule in which rank i sees the tokens `cells[i * ring + j]` of block j; each a range by itself."""
     rows = [(cell, t, t + 1) for cell, tokens in enumerate(cells) for t in sorted(tokens)]
-    parts = Parts(*np.array(rows, int).reshape(-1, 3).T)
-    return Schedule(np.array([bool(x) for x in cells]).reshape(ring, ring), LENGTH, parts)
+    needed = Parts(*np.array(rows, int).reshape(-1, 3).T)
+    return Schedule(np.array([bool(x) for x in cells]).reshape(ring, ring), LENGTH, needed)
 
 
 @given(
@@ -56,10 +56,10 @@ def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, toget
     arrived: dict[int, dict] = {}  # readers whose gradients came with the tokens
     for i, everyone in enumerate(zip(*runs, strict=True)):
         sums = {r: {token: arrived.get(r, {}).get(token, set()) for token in here[r]} for r in range(ring)}
-        for rank, one in enumerate(everyone):
-            assert here[rank] == [(one.held, t) for t in tokens_in(one.kept)]
-            assert len(one.steps) == len(everyone[rank // size * size].steps)  # the same on all ranks of a host
-            for j, step in enumerate(one.steps):
+        for rank, own in enumerate(everyone):
+            assert here[rank] == [(own.held, t) for t in tokens_in(own.kept)]
+            assert len(own.steps) == len(everyone[rank // size * size].steps)  # the same on all ranks of a host
+            for j, step in enumerate(own.steps):
                 for block in step.sources:  # who holds it now has this rank among its readers at the same step
                     holder = rank // size * size + block % size
                     theirs = everyone[holder].steps[j].shown if holder != rank else {rank: None}
@@ -69,14 +69,14 @@ def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, toget
                         if holder != rank or token[1] in cells[rank * ring + block]:
                             met.append((rank, *token))
                             sums[holder][token] = sums[holder][token] | {rank}
-            assert sum(len(step.readers) for step in one.steps) == sum(
-                one.held in step.sources for other in range(ring) if other != rank for step in everyone[other].steps
+            assert sum(len(step.readers) for step in own.steps) == sum(
+                own.held in step.sources for other in range(ring) if other != rank for step in everyone[other].steps
             )
         here, arrived, before = {r: [] for r in range(ring)}, {}, here
-        for r, one in enumerate(everyone):
+        for r, own in enumerate(everyone):
             if i == 0:
                 home += [(reader, *token) for token, readers in sums[r].items() for reader in readers]
-            for hop, is_home in ((one.hop, False), (one.home, True)):
+            for hop, is_home in ((own.hop, False), (own.home, True)):
                 assert (hop is None) == ((everyone[0].home if is_home else everyone[0].hop) is None)
                 if hop is None or not hop.send:
                     continue
@@ -90,10 +90,10 @@ def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, toget
                 else:
                     here[to], arrived[to] = sent, {t: sums[r][t] for t in sent} if i else {}
             if i:  # each token's gradients go on, or home
-                sent = [t for hop in (one.hop, one.home) if hop for t in tokens_in(hop.out)]
+                sent = [t for hop in (own.hop, own.home) if hop for t in tokens_in(hop.out)]
                 assert sorted(sent) == list(range(len(before[r])))
-        for r, one in enumerate(everyone):  # nobody waits for what is not sent
-            for hop, name in ((one.hop, "hop"), (one.home, "home")):
+        for r, own in enumerate(everyone):  # nobody waits for what is not sent
+            for hop, name in ((own.hop, "hop"), (own.home, "home")):
                 assert not hop or hop.recv == getattr(everyone[(r - hop.shift) % ring], name).send
     expected = sorted((i, j, t) for i, j in np.ndindex(ring, ring) for t in cells[i * ring + j])
     assert sorted(met) == sorted(home) == expected
@@ -116,11 +116,11 @@ def test_needed_blocks_and_seen_pairs_are_those_of_the_dense_mask(given):
     dense = (begin[0][:, None] <= j) & (j < end[0][:, None])
     shards = [layout.shard(r) for r in range(ring)]
     bands = all_bands(spec, T, docs=docs)
-    found, pairs = seen(bands, shards, shards).needed, seen_pairs(layout, layout, spec, docs)
+    results, pairs = seen(bands, shards, shards).needed, seen_pairs(layout, layout, spec, docs)
     for a in range(ring):
         for b in range(ring):
             block = dense[np.ix_(layout.positions(a), layout.positions(b))]
-            assert found[a, b] == block.any() and pairs[a, b] == block.sum()
+            assert results[a, b] == block.any() and pairs[a, b] == block.sum()
 
 
 specs = st.sampled_from([AttentionSpec(), FULL]) | st.builds(AttentionSpec, window=st.integers(1, 300))
@@ -157,7 +157,7 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
     """Of each ring rank: bytes sent in forward, in backward, and the schedule's count of tokens."""
     given = oracle.inputs(case, torch.float32)
 
-    def one(mesh):
+    def one_rank(mesh):
         import ringattn as ra
 
         plan = oracle.plan_of(case, mesh, route=route, together=2, hosts=2 if route == "levels" else None)
@@ -173,7 +173,7 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
             schedule_of(mask).tokens_sent(axis.rank, plan.hosts),
         )
 
-    return run(one, ring=case.ring)
+    return run(one_rank, ring=case.ring)
 
 
 RINGS = [c for c in (*CASES, *BALANCED) if c.ulysses == 1 and c.strategy == "ring" and "cross" not in c.name]
@@ -233,7 +233,7 @@ def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
         score = score_with(*args)
         return score._replace(backward=noting("work", score.backward))
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel="sdpa_cpu", strategy="ring")
         assert plan.layout == "zigzag"
         plan.ring_axis.move = noting("a move", plan.ring_axis.move)
@@ -246,10 +246,10 @@ def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
     given = [torch.randn(1, 64, h, 8) for h in (8, 2, 2)]
     leaves = [x.clone().requires_grad_() for x in given]
     ra.attention(*leaves).sum().backward()
-    for grads, (*_, before, last) in run(one, ring=4):
+    for grads, (*_, before, last) in run(one_rank, ring=4):
         assert before == "gradients of step 3 of 4" and last == "work"
-        for found, leaf in zip(grads, leaves, strict=True):
-            torch.testing.assert_close(found, leaf.grad, atol=1e-5, rtol=1e-5)
+        for result, leaf in zip(grads, leaves, strict=True):
+            torch.testing.assert_close(result, leaf.grad, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("grads", "backward"), [("float32", 4), ("input", 2)])
@@ -258,7 +258,7 @@ def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_a
     block = 2 * 4 * 16 * 2 * 8  # bytes: keys and values of 16 tokens
     machine = load("cpu").replace(room=3 * block)
 
-    def one(mesh):
+    def one_rank(mesh):
         how = ra.Transport(grads=grads)
         plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, strategy="ring", transport=how,
                        machine=machine)  # fmt: skip
@@ -267,7 +267,7 @@ def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_a
         (call,) = plan.calls.values()
         return [len(way.rounds[0].steps) for way in (call.forward, call.backward)]
 
-    assert run(one, ring=4) == [[2, backward]] * 4
+    assert run(one_rank, ring=4) == [[2, backward]] * 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -278,25 +278,25 @@ def test_the_schedule_of_every_case_follows_from_its_bounds(layout):
     for case in (*FEATURES, *windows):
         plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
         mask = Mask(plan, case.spec, case.mask or case.docs, case.key_docs)
-        found = schedule_of.__wrapped__(mask).needed
+        results = schedule_of.__wrapped__(mask).needed
         j = np.arange(plan.keys.tokens.padded_length)
         for a, b in np.ndindex(4, 4):
             sides = [(low[..., None], high[..., None]) for low, high in mask.bounds(plan.tokens.shard(a))]
             seen = any(((low <= j) & (j < high))[..., plan.keys.tokens.positions(b)].any() for low, high in sides)
-            assert found[a, b] == seen, (case.name, a, b)
+            assert results[a, b] == seen, (case.name, a, b)
 
 
 def test_the_last_query_of_a_sequence_is_in_its_schedule():
     """A shard of one token: without its last query the last rank would need no keys."""
     plan = ra.Plan(8, 8, layout="contiguous")
-    found = schedule_of(Mask(plan, AttentionSpec(window=2))).needed
-    assert (found == (np.eye(8) + np.eye(8, k=-1) > 0)).all()
+    result = schedule_of(Mask(plan, AttentionSpec(window=2))).needed
+    assert (result == (np.eye(8) + np.eye(8, k=-1) > 0)).all()
 
 
 def test_a_step_brings_what_can_hide_behind_the_work_before_it():
-    one = np.ones((31, 2), int)  # token of each block for each rank
-    assert [len(step) for step in growing(range(1, 31), one, 1, 64)] == [3, 12, 15]
-    assert [len(step) for step in growing(range(1, 31), one, 1, 8)] == [3, 8, 8, 8, 3]
-    assert [d for step in growing(range(1, 31), one, 1, 8) for d in step] == list(range(1, 31))
-    half = 5 * one
+    sizes = np.ones((31, 2), int)  # token of each block for each rank
+    assert [len(step) for step in growing(range(1, 31), sizes, 1, 64)] == [3, 12, 15]
+    assert [len(step) for step in growing(range(1, 31), sizes, 1, 8)] == [3, 8, 8, 8, 3]
+    assert [d for step in growing(range(1, 31), sizes, 1, 8) for d in step] == list(range(1, 31))
+    half = 5 * sizes
     assert [len(step) for step in growing(range(1, 31), half, 10, 8)] == [6, 16, 8]  # of each block half is read

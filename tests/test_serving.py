@@ -61,7 +61,7 @@ def test_queries_come_one_by_one_or_together_with_the_same_result(sizes, togethe
     q, k, v = (torch.randn(2, 41, h, d, generator=g) for h, d in ((6, 8), (6, 8), (6, 12)))
     spec = ra.AttentionSpec(window=19)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=10, layout=layout)
         cache = KVCache.allocate(
             plan, batch=2, max_len=50, kv_heads=6, head_dim=8, value_dim=12, dtype=q.dtype, block=2
@@ -74,7 +74,7 @@ def test_queries_come_one_by_one_or_together_with_the_same_result(sizes, togethe
         return torch.cat(outs, 1)
 
     expected = ra.attention(*(x.double() for x in (q, k, v)), spec=spec)
-    for out in run(one, **sizes):
+    for out in run(one_rank, **sizes):
         assert (out - expected).norm() <= 2e-6 * expected.norm()
 
 
@@ -113,14 +113,14 @@ def test_a_decode_asks_the_axis_for_the_transport_of_its_bytes(monkeypatch):
     asked = []
     monkeypatch.setattr(LocalAxis, "over", lambda self, transport: asked.append(transport) or self)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=4, machine="h200")
         cache = KVCache.allocate(plan, batch=1, max_len=8, kv_heads=1, head_dim=8, dtype=torch.float32)
         x = torch.randn(1, 4, 1, 8)
         ra.prefill(*[plan.shard(x)] * 3, plan, cache)
         ra.decode(x[:, :1], x[:, :1], x[:, :1], cache)
 
-    run(one, ring=2)
+    run(one_rank, ring=2)
     assert asked == ["group"] * 2
 
 
@@ -136,7 +136,7 @@ def test_either_exchange_gives_every_rank_the_same_bits(dtype, limit, monkeypatc
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 7, h, d, generator=g).to(dtype) for h, d in ((3, 8), (1, 8), (1, 12)))
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=7)
         cache = KVCache.allocate(
             plan, batch=2, max_len=14, kv_heads=1, head_dim=8, value_dim=12, dtype=q.dtype, block=2
@@ -148,7 +148,7 @@ def test_either_exchange_gives_every_rank_the_same_bits(dtype, limit, monkeypatc
     for way in ("gather", "scatter"):
         monkeypatch.setattr(calls, "exchange_way", lambda *args, way=way: way)
         for sizes in ({"ring": 4}, {"ring": 2, "ulysses": 3}):
-            outs = run(one, **sizes)
+            outs = run(one_rank, **sizes)
             assert all(torch.equal(out, outs[0]) for out in outs)
             assert (outs[0] - expected).norm() <= limit * expected.norm()
 
@@ -161,7 +161,7 @@ def test_what_travels_is_as_long_as_the_chunk_however_long_the_prompt(monkeypatc
             hops.append(max((x.numel() // 8 for tensors in out.values() for x in tensors), default=0))
         return move(self, out, into, *args, **given)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64)
         cache = KVCache.allocate(plan, batch=1, max_len=512, kv_heads=1, head_dim=8, dtype=torch.float32, block=4)
         x = torch.randn(1, 32, 1, 8)
@@ -169,7 +169,7 @@ def test_what_travels_is_as_long_as_the_chunk_however_long_the_prompt(monkeypatc
             ra.prefill(x, x, x, plan, cache, move="keys", keys=40)
 
     monkeypatch.setattr(LocalAxis, "move", counted)
-    run(one, ring=2)
+    run(one_rank, ring=2)
     assert max(hops) == 40 and hops.count(40) >= 2 * 6  # 256 keys a rank at the end
 
 
@@ -246,7 +246,7 @@ def test_what_is_no_cache_or_of_the_other_framework_is_refused():
 
 
 def test_a_wrong_prefill_of_one_rank_is_refused_on_all():
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         x = torch.randn(1, 8, 2, 16)
         cache = KVCache.allocate(plan, batch=1, max_len=64, kv_heads=2, head_dim=16, dtype=x.dtype)
@@ -256,7 +256,7 @@ def test_a_wrong_prefill_of_one_rank_is_refused_on_all():
                 ra.prefill(x, x, x, said.pop("plan"), cache, **said)
         assert cache.lengths.tolist() == [0]
 
-    run(one, ring=2, timeout=20)
+    run(one_rank, ring=2, timeout=20)
 
 
 def test_the_second_layer_finds_everything_made(monkeypatch):
@@ -264,7 +264,7 @@ def test_the_second_layer_finds_everything_made(monkeypatch):
     made = []
     monkeypatch.setattr(chunk, "seen", lambda *args, real=chunk.seen: made.append(args) or real(*args))
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=24)
         layers = [
             KVCache.allocate(plan, batch=2, max_len=48, kv_heads=1, head_dim=8, dtype=torch.float32, block=4)
@@ -280,5 +280,5 @@ def test_the_second_layer_finds_everything_made(monkeypatch):
 
     for cached in (chunk.ranges_of, chunk.landings):
         cached.cache_clear()
-    [counts] = run(one, ring=1)
+    [counts] = run(one_rank, ring=1)
     assert counts[0] == counts[2] > 0 and counts[3] == counts[5] > counts[0]

@@ -8,7 +8,7 @@ from ringattn.choosing import elsewhere, factored
 from ringattn.launch import words
 from ringattn.machine import load
 from ringattn.planning import Plan
-from ringattn.simulation import in_turn, play
+from ringattn.simulation import on_links, play
 from ringattn.spec import AttentionSpec
 from ringattn.transport import Transport
 
@@ -51,10 +51,21 @@ def test_jitter_is_the_same_for_a_seed_and_costs_time():
     assert one == two != other and one > played(asked, option).seconds
 
 
-def test_a_shared_link_serves_one_transfer_after_the_other():
-    ready, seconds = np.array([0.0, 1.0, 0.0, 5.0]), np.array([2.0, 2.0, 3.0, 0.0])
-    done = in_turn(ready, seconds, np.zeros(2), np.array([0, 0, 1, 1]))
-    assert done.tolist() == [2.0, 4.0, 3.0, 5.0]
+def test_transfers_that_are_ready_share_a_link():
+    ready, seconds = np.array([0.0, 1.0, 0.0, 5.0, 7.0]), np.array([2.0, 2.0, 3.0, 0.0, 1.0])
+    free = np.array([0.0, 8.0])
+    done = on_links(ready, seconds, free, np.array([0, 0, 0, 1, 1]))
+    assert done.tolist() == pytest.approx([5.5, 6.5, 7.0, 5.0, 9.0]) and free.tolist() == pytest.approx([7.0, 9.0])
+
+
+def test_gradients_return_by_the_link_of_the_rank_that_computed_them():
+    """One of two hosts sends keys, the other gradients: backward's two transfers do not wait for each other."""
+    asked = given("internet", 2, 2**14, "ring", "relay", layout="contiguous")
+    option = compared(asked)[0]
+    forward, both = (played(asked, option, backward=back) for back in (False, True))
+    assert both.finish[0, 0] > both.finish[1, 0]  # gradients arrive where keys came from
+    sent = forward.arrived.max()
+    assert both.seconds - forward.seconds > 1.8 * sent  # keys again, then gradients
 
 
 def test_no_step_begins_before_its_keys_or_before_the_step_before_it():
@@ -85,5 +96,5 @@ def test_the_command_draws_the_timeline_and_says_from_what_length_far_ranks_pay(
     argv = ["machine=internet", "ranks=2", "pays=true", "slow=rank0:0.8", f"picture={picture}"]
     assert words.main(["simulate", *argv]) == 0
     said = capsys.readouterr().out
-    assert "2 ranks pay from " in said and "rank 0 is the last" in said and "they cost" in said
+    assert "2 ranks pay from " in said and "is the last" in said and "they cost" in said
     assert picture.read_text().startswith("<svg") and picture.read_text().count("<rect") > 2

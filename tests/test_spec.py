@@ -110,8 +110,8 @@ def test_positions_that_take_turns_see_what_sorted_ones_see(rows, positions):
     docs = Docs.from_lengths(rows, pad_to=13)
     everything = bounds(AttentionSpec(window=3), np.arange(16), 13, docs=docs)
     at = np.array(positions, int)
-    for found, whole in zip(bounds(AttentionSpec(window=3), at, 13, docs=docs), everything, strict=True):
-        np.testing.assert_array_equal(found, whole[:, at])
+    for result, whole in zip(bounds(AttentionSpec(window=3), at, 13, docs=docs), everything, strict=True):
+        np.testing.assert_array_equal(result, whole[:, at])
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_the_intervals_of_a_rank_follow_from_the_bounds_on_the_host_and_by_torch
         for rank in range(4):
             expected = [to_local(keys, *sides) for sides in mask.bounds(plan.tokens.shard(rank))]
             spread = [spread_on(runs, CPU) for runs in mask.runs(plan.tokens.shard(rank))]
-            for found in (bounds_on(mask, plan.tokens.shard(rank), CPU), spread):
-                for sides, there in zip(found, expected, strict=True):
+            for results in (bounds_on(mask, plan.tokens.shard(rank), CPU), spread):
+                for sides, there in zip(results, expected, strict=True):
                     mine = on_device(tuple(below(keys, side) for side in sides), CPU)[:2]
                     for side, its in zip(mine, there, strict=True):
                         assert str(side.dtype).endswith("int32"), case.name
@@ -255,13 +255,13 @@ def test_windows_longer_than_any_sequence_are_none(strategy, window):
     q, k, v = (torch.randn(1, 17, 2, 8) for _ in range(3))
     spec = AttentionSpec(window=window)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=17, strategy=strategy)
         return plan.unshard(ra.attention(*map(plan.shard, (q, k, v)), plan, spec=spec))
 
     expected = ra.attention(q, k, v)
-    for found in (ra.attention(q, k, v, spec=spec), *run(one, ring=2)):
-        torch.testing.assert_close(found, expected)
+    for result in (ra.attention(q, k, v, spec=spec), *run(one_rank, ring=2)):
+        torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -22,8 +22,8 @@ def tokens(B=2, T=41, seed=1):
     return torch.randn(B, T, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def off(found, expected):
-    return float((found.double() - expected.detach()).norm() / expected.detach().norm())
+def off(result, expected):
+    return float((result.double() - expected.detach()).norm() / expected.detach().norm())
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -33,33 +33,33 @@ def test_prefill_step_and_forward_agree(sizes, window, chunk):
     x, whole = tokens(), layer(window)
     expected = deepcopy(whole).double()(x.double())
 
-    def one(mesh):
+    def one_rank(mesh):
         mine, plan = deepcopy(whole), ra.plan(mesh, seq_len=41)
         trained = plan.unshard(mine(plan.shard(x), plan)).detach()
         outs = []
         for at in range(0, 36, chunk):
             n = min(chunk, 36 - at)
-            part = plan.for_length(n)
-            outs.append(part.unshard(mine.prefill(part.shard(x[:, at : at + n]), part)))
+            here = plan.for_length(n)
+            outs.append(here.unshard(mine.prefill(here.shard(x[:, at : at + n]), here)))
         outs += [mine.step(x[:, 36:37]), mine.step(x[:, 37:])]  # one token, then several
         streamed = torch.cat(outs, 1)
         mine.reset()
         again = plan.unshard(mine.prefill(plan.shard(x), plan))
         return trained, streamed, again
 
-    for outs in run(one, **sizes):
+    for outs in run(one_rank, **sizes):
         assert [off(out, expected) <= 2e-6 for out in outs] == [True] * 3
 
 
 def test_rows_of_different_lengths_go_on_at_their_own_positions():
-    x, more, alone = tokens(), tokens(T=2, seed=2), layer()
-    alone.prefill(x)
-    alone.cache.truncate([17, 41])
-    out = alone.step(more)
+    x, more, single = tokens(), tokens(T=2, seed=2), layer()
+    single.prefill(x)
+    single.cache.truncate([17, 41])
+    out = single.step(more)
     for row, kept in enumerate((17, 41)):
         whole = torch.cat([x[row : row + 1, :kept], more[row : row + 1]], 1)
-        assert off(out[row : row + 1], alone.double()(whole.double())[:, kept:]) <= 2e-6
-        alone.float()
+        assert off(out[row : row + 1], single.double()(whole.double())[:, kept:]) <= 2e-6
+        single.float()
 
 
 def test_the_weights_are_those_of_a_trained_layer():
@@ -73,30 +73,33 @@ def test_the_weights_are_those_of_a_trained_layer():
 
 
 def test_a_prompt_goes_on_after_tokens():
-    x, alone = tokens(), layer()
-    outs = [alone.prefill(x[:, :10]), alone.step(x[:, 10:13]), alone.prefill(x[:, 13:30]), alone.step(x[:, 30:])]
-    assert off(torch.cat(outs, 1), deepcopy(alone).double()(x.double())) <= 2e-6
+    x, single = tokens(), layer()
+    outs = [single.prefill(x[:, :10]), single.step(x[:, 10:13]), single.prefill(x[:, 13:30]), single.step(x[:, 30:])]
+    assert off(torch.cat(outs, 1), deepcopy(single).double()(x.double())) <= 2e-6
 
 
 def test_calls_in_the_wrong_order_are_named_and_change_nothing():
-    x, alone = tokens(), layer(max_len=43)
+    x, single = tokens(), layer(max_len=43)
     with pytest.raises(ValueError, match="step before prefill: this layer has seen no prompt"):
-        alone.step(x[:, :1])
+        single.step(x[:, :1])
     with pytest.raises(ValueError, match="44 more tokens do not fit: rows hold up to 0 of max_len=43"):
-        alone.prefill(tokens(T=44))
-    assert alone.cache is None
-    alone.prefill(x)
+        single.prefill(tokens(T=44))
+    assert single.cache is None
+    single.prefill(x)
     for wrong, says in [
-        (lambda: alone.prefill(x), "41 more tokens do not fit: rows hold up to 41 of max_len=43"),
-        (lambda: alone.prefill(x[:1]), "x has 1 batch rows, the sequence so far 2; reset"),
-        (lambda: alone.step(x[:, :1].clone().requires_grad_()), "x requires gradients, but prefill and step have none"),
+        (lambda: single.prefill(x), "41 more tokens do not fit: rows hold up to 41 of max_len=43"),
+        (lambda: single.prefill(x[:1]), "x has 1 batch rows, the sequence so far 2; reset"),
+        (
+            lambda: single.step(x[:, :1].clone().requires_grad_()),
+            "x requires gradients, but prefill and step have none",
+        ),
     ]:
         with pytest.raises(ValueError, match=says):
             wrong()
-        assert alone.cache.lengths.tolist() == [41, 41]
-    alone.reset()
+        assert single.cache.lengths.tolist() == [41, 41]
+    single.reset()
     with pytest.raises(ValueError, match="step before prefill"):
-        alone.step(x[:, :1])
+        single.step(x[:, :1])
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -104,26 +107,26 @@ def test_beside_a_window_chunks_may_grow(sizes):
     x, whole = tokens(T=400), layer(window=16, max_len=400)
     expected = deepcopy(whole).double()(x.double())
 
-    def one(mesh):
+    def one_rank(mesh):
         mine, plan, outs = deepcopy(whole), ra.plan(mesh, seq_len=10), []
         for at, n in ((0, 10), (10, 300), (310, 7)):
-            part = plan.for_length(n)
-            outs.append(part.unshard(mine.prefill(part.shard(x[:, at : at + n]), part)))
+            chunk = plan.for_length(n)
+            outs.append(chunk.unshard(mine.prefill(chunk.shard(x[:, at : at + n]), chunk)))
         outs += [mine.step(x[:, t : t + 1]) for t in range(317, 320)] + [mine.step(x[:, 320:])]
         return torch.cat(outs, 1)
 
-    for out in run(one, **sizes):
+    for out in run(one_rank, **sizes):
         assert off(out, expected) <= 2e-6
 
 
 def test_a_longer_step_beside_a_window_takes_more_memory_and_a_refused_one_none():
-    x, alone = tokens(T=300), layer(window=16, max_len=300)
-    outs = [alone.prefill(x[:, :10]), alone.step(x[:, 10:250])]
-    assert off(torch.cat(outs, 1), deepcopy(alone).double()(x[:, :250].double())) <= 2e-6
-    cache = alone.cache
+    x, single = tokens(T=300), layer(window=16, max_len=300)
+    outs = [single.prefill(x[:, :10]), single.step(x[:, 10:250])]
+    assert off(torch.cat(outs, 1), deepcopy(single).double()(x[:, :250].double())) <= 2e-6
+    cache = single.cache
     with pytest.raises(ValueError, match="300 more tokens do not fit: rows hold up to 250 of max_len=300"):
-        alone.prefill(x)
-    assert alone.cache is cache
+        single.prefill(x)
+    assert single.cache is cache
 
 
 def test_what_sees_later_tokens_is_for_forward():
@@ -136,10 +139,10 @@ def test_what_sees_later_tokens_is_for_forward():
 
 
 def test_a_spread_cache_asks_for_the_plan():
-    def one(mesh):
+    def one_rank(mesh):
         mine, plan, x = layer(), ra.plan(mesh, seq_len=10), tokens(T=10)
         mine.prefill(plan.shard(x), plan)
         with pytest.raises(ValueError, match="spread over 2 ranks: pass the plan of this chunk too"):
             mine.prefill(plan.shard(x))
 
-    run(one, ring=2)
+    run(one_rank, ring=2)

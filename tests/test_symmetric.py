@@ -133,7 +133,7 @@ def axes(size: int, one: bool = False, timeout: float = 60.0) -> list[SymmetricA
     for m in outboxes:
         flags = m[:HEAD].view(torch.int32)
         flags[::2], flags[1::2] = 0, 1
-    found, board = [], Board()
+    results, board = [], Board()
     for rank in range(size):
         outbox = Outbox([m.data_ptr() for m in outboxes], rank)
         lanes = ThreadLanes(one)
@@ -141,8 +141,8 @@ def axes(size: int, one: bool = False, timeout: float = 60.0) -> list[SymmetricA
         words = LocalAxis(board, "words", (), size, rank)
         axis = SymmetricAxis(Peers(lanes, outbox), Watch(lanes, outbox, size, come, timeout), words.exchange_words)
         axis.outboxes = outboxes  # held: others see it
-        found.append(axis)
-    return found
+        results.append(axis)
+    return results
 
 
 def on_ranks(function, axes):
@@ -202,7 +202,7 @@ def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot, f
     def fail():
         raise KeyError("lost")
 
-    def one(axis):
+    def one_rank(axis):
         x, room = torch.arange(40.0) + axis.rank, torch.zeros(40)
         if axis.rank == 0:
             with pytest.raises(KeyError, match="lost"):
@@ -211,22 +211,22 @@ def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot, f
             sharing(axis, [x], [], {0: [room[:24]]}, first=first)
             assert torch.equal(room[:24], x[:24] - 1)
 
-    on_ranks(one, axes(2))
+    on_ranks(one_rank, axes(2))
 
 
 def test_only_beside_work_that_fills_the_device_copies_come_first():
     """Launching a copy takes the host a while, in which a kernel that is launched first already runs."""
 
-    def one(axis):
-        found, x, other = [], torch.ones(8), 1 - axis.rank
+    def one_rank(axis):
+        results, x, other = [], torch.ones(8), 1 - axis.rank
         for first in (True, False):
             sent = axis.lanes.copies[OUT]
             with axis.sharing({other: [x]}, {other: [torch.empty(8)]}, first=first) as coming:
-                found.append(axis.lanes.copies[OUT] - sent)
+                results.append(axis.lanes.copies[OUT] - sent)
             coming.wait()
-        return found
+        return results
 
-    assert on_ranks(one, axes(2)) == [[1, 0]] * 2
+    assert on_ranks(one_rank, axes(2)) == [[1, 0]] * 2
     fills = {kernel.name: kernel.load().fills for kernel in TABLE if kernel.lacks() is None}
     assert {name for name in fills if fills[name]} == {"cudnn"}
 
@@ -238,23 +238,23 @@ def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot, mon
     def fail():
         raise torch.OutOfMemoryError("out of memory")
 
-    def one(axis):
-        others, found = [r for r in range(3) if r != axis.rank], []
+    def one_rank(axis):
+        others, results = [r for r in range(3) if r != axis.rank], []
         for turn in range(5):
             room = {r: [torch.full((40,), -1.0)] for r in others}
             mine = torch.full((40,), 10.0 * turn + axis.rank)
             try:
                 sharing(axis, [mine], others, room, fail if turn == 1 else nothing)
-                found.append([room[r][0].unique().tolist() for r in others])
+                results.append([room[r][0].unique().tolist() for r in others])
             except torch.OutOfMemoryError:
                 pass
-        assert found == [[[10.0 * turn + r] for r in others] for turn in (0, 2, 3, 4)]
+        assert results == [[[10.0 * turn + r] for r in others] for turn in (0, 2, 3, 4)]
 
-    on_ranks(one, axes(3))
+    on_ranks(one_rank, axes(3))
 
 
 def test_a_move_fills_every_piece_of_a_scattered_tensor(slot):
-    def one(axis):
+    def one_rank(axis):
         x = torch.arange(2 * 6 * 5.0).reshape(2, 6, 5) + 100 * axis.rank
         room = torch.full((2, 12, 5), -1.0)
         others = [r for r in range(3) if r != axis.rank]
@@ -266,13 +266,13 @@ def test_a_move_fills_every_piece_of_a_scattered_tensor(slot):
             assert torch.equal(room[:, 4 * r : 4 * r + 4], torch.cat([whole[:, :2], whole[:, 4:]], 1))
         assert room[:, 4 * axis.rank : 4 * axis.rank + 4].eq(-1).all()
 
-    on_ranks(one, axes(3))
+    on_ranks(one_rank, axes(3))
 
 
 def test_a_move_holds_what_a_caller_lets_go_until_it_is_waited_for():
     """A lane may read it, to pack it, long after the call: its memory must not be given to what comes next."""
 
-    def one(axis):
+    def one_rank(axis):
         other = 1 - axis.rank
         x, room = torch.rand(64, 4).T, torch.empty(64, 4).T  # more pieces than are moved one by one
         held = weakref.ref(x), weakref.ref(room)
@@ -282,16 +282,16 @@ def test_a_move_holds_what_a_caller_lets_go_until_it_is_waited_for():
         flight.wait()
         assert all(ref() is None for ref in held)
 
-    on_ranks(one, axes(2))
+    on_ranks(one_rank, axes(2))
 
 
 def test_a_move_that_nobody_waits_for_is_waited_for_before_its_memory_is_let_go():
-    def one(axis):
+    def one_rank(axis):
         room = torch.zeros(4)
         axis.move({1 - axis.rank: [torch.ones(4)]}, {1 - axis.rank: [room]})
         assert room.eq(1).all()
 
-    on_ranks(one, axes(2))
+    on_ranks(one_rank, axes(2))
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -301,11 +301,11 @@ def test_attention_equals_dense_float64(name, together, slot):
     given = oracle.inputs(case, torch.float32)
     truth = oracle.dense(case, given)
 
-    def one(axis):
+    def one_rank(axis):
         mesh = SharedMesh(axis)
         return oracle.errors(case, mesh, oracle.run(case, mesh, given, together=together), truth)
 
-    for rank, errors in enumerate(on_ranks(one, axes(4))):
+    for rank, errors in enumerate(on_ranks(one_rank, axes(4))):
         assert max(errors.values()) < 2e-6, f"rank {rank}: {errors}"
 
 
@@ -314,15 +314,15 @@ def test_pieces_are_joined_within_an_allocation_and_never_beyond():
     first, second = (torch.frombuffer(room, dtype=torch.float32, offset=at, count=8) for at in (0, 32))
     assert first.data_ptr() + first.nbytes == second.data_ptr()
     start = first.data_ptr()
-    pieces = memory.joined([first[:3], first[3:], second])
-    assert list(memory.batches(pieces)) == [[memory.Piece(start, 32), memory.Piece(start + 32, 32)]]
+    joined = memory.joined([first[:3], first[3:], second])
+    assert list(memory.batches(joined)) == [[memory.Piece(start, 32), memory.Piece(start + 32, 32)]]
 
 
 def test_runs_of_one_size_at_one_distance_are_one_piece():
     """Of one allocation, one after the other, and no further apart than the driver's copies reach."""
 
     def stacked(*runs):
-        return [tuple(piece) for piece in memory.stacked(runs)]
+        return [tuple(stack) for stack in memory.stacked(runs)]
 
     assert stacked((5, 8, 0), (25, 8, 0), (45, 8, 0)) == [(5, 8, 3, 20)]
     assert stacked((0, 8, 0), (20, 8, 0), (41, 8, 0), (62, 8, 0)) == [(0, 8, 2, 20), (41, 8, 2, 21)]
@@ -336,10 +336,10 @@ def test_ranges_lie_where_their_views_do(places, slot):
     """Twice, the second time as remembered for others of the same shape; too many pieces are left to be packed."""
     for _ in "ab":
         pair = torch.rand(2, 6, 40), torch.rand(3, 6, 2, 8)[:2]
-        parts = Slices(pair, places)
+        slices = Slices(pair, places)
         expected = list(memory.batches([p for x in pair for p in memory.joined(list(Slices([x], places)))]))
-        assert memory.located(parts) == expected
-        assert len(parts) == len(list(parts)) and torch.equal(parts[0], pair[0][:, places[0]])
+        assert memory.located(slices) == expected
+        assert len(slices) == len(list(slices)) and torch.equal(slices[0], pair[0][:, places[0]])
     assert memory.located(Slices([torch.rand(2, 6, 9, 20)[..., :4]], places)) is None
 
 
@@ -352,15 +352,15 @@ def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
     kept = [torch.randint(256, (*shape, draw.randint(1, 5)), dtype=torch.uint8) for _ in "kv"]
     pair = [draw.choice([x, x, x[:, :, 1], x[..., :1]]) for x in kept]
     starts, size, step = sorted(draw.sample(range(9), 2)), draw.randint(1, 3), draw.choice([1, 1, 2])
-    parts = Slices(pair, tuple(range(start, start + size + draw.choice([0, 0, 1]), step) for start in starts))
-    whole = b"".join(x.contiguous().numpy().tobytes() for x in parts)
+    slices = Slices(pair, tuple(range(start, start + size + draw.choice([0, 0, 1]), step) for start in starts))
+    whole = b"".join(x.contiguous().numpy().tobytes() for x in slices)
     slots = [whole[i : i + memory.SLOT] for i in range(0, len(whole), memory.SLOT)]
-    known = memory.located(parts)
-    assert (known is None) == (not all(map(memory.has_few_runs, parts)))
-    for found in (known, list(memory.batches(memory.joined(parts)))):
-        if found is not None:
-            assert [b"".join(map(read, batch)) for batch in found] == slots
-            assert memory.weight(found) == len(whole)
+    located = memory.located(slices)
+    assert (located is None) == (not all(map(memory.has_few_runs, slices)))
+    for results in (located, list(memory.batches(memory.joined(slices)))):
+        if results is not None:
+            assert [b"".join(map(read, batch)) for batch in results] == slots
+            assert memory.weight(results) == len(whole)
 
 
 def read(piece):
@@ -374,7 +374,7 @@ def test_two_ranges_of_a_tensor_come_in_one_copy(monkeypatch):
     """
     monkeypatch.setattr(memory, "SLOT", 2**12)
 
-    def one(axis):
+    def one_rank(axis):
         plan = choosing.plan(SharedMesh(axis), seq_len=64, layout="zigzag", strategy="ring")
         step = schedule_of(Mask(plan, api.AttentionSpec())).rounds(axis.rank, together=3)[0].steps[1]
         k = plan.positions().float()[None, :, None].expand(1, -1, 5).contiguous()
@@ -386,7 +386,7 @@ def test_two_ranges_of_a_tensor_come_in_one_copy(monkeypatch):
         assert room[0][0, :, 4].tolist() == at.tolist() == (-room[1][0, :, 0]).tolist()
         return axis.lanes.copies
 
-    assert on_ranks(one, axes(4)) == [{OUT: out, IN: 3 * 2} for out in (2, 4, 4, 2)]
+    assert on_ranks(one_rank, axes(4)) == [{OUT: out, IN: 3 * 2} for out in (2, 4, 4, 2)]
 
 
 class Side(ctypes.Structure):
@@ -408,11 +408,11 @@ def test_the_driver_is_asked_for_rows_only_where_there_are_some():
     plain, (name, asked, stream) = said
     assert plain == ("cuMemcpyAsync", 1, 2, 3, 11) and (name, stream) == ("cuMemcpy2DAsync_v2", 11)
     assert len(asked) == ctypes.sizeof(Memcpy2D) == 128
-    found = Memcpy2D.from_buffer_copy(asked)
-    for side, expected in ((found.to, (2**47 + 1, 2**31 - 1)), (found.source, (2**46, 200))):
+    result = Memcpy2D.from_buffer_copy(asked)
+    for side, expected in ((result.to, (2**47 + 1, 2**31 - 1)), (result.source, (2**46, 200))):
         assert (side.kind, side.device, side.pitch) == (4, *expected)
         assert not any((side.x, side.y, side.host, side.array))
-    assert (found.width, found.height) == (100, 3)
+    assert (result.width, result.height) == (100, 3)
 
 
 def test_a_trial_distinguishes_an_outbox_that_works_from_one_that_does_not(slot, monkeypatch):
@@ -424,7 +424,7 @@ def test_a_trial_distinguishes_an_outbox_that_works_from_one_that_does_not(slot,
 
 
 def test_a_rank_that_never_comes_is_named_in_time():
-    def one(axis):
+    def one_rank(axis):
         if axis.rank == 2:
             return None
         start = time.monotonic()
@@ -436,8 +436,8 @@ def test_a_rank_that_never_comes_is_named_in_time():
                 ).wait()
         return time.monotonic() - start
 
-    found = on_ranks(one, axes(3, timeout=0.5))
-    assert max(found[:2]) < 10
+    results = on_ranks(one_rank, axes(3, timeout=0.5))
+    assert max(results[:2]) < 10
 
 
 def test_a_rank_that_is_lost_during_long_work_is_named_and_nobody_hangs(monkeypatch):
@@ -445,7 +445,7 @@ def test_a_rank_that_is_lost_during_long_work_is_named_and_nobody_hangs(monkeypa
     monkeypatch.setattr(memory, "SLOT", 64)
     monkeypatch.setattr(watch, "with_first_loss", lambda mine: f"{mine}; the first loss: that one")
 
-    def one(axis):
+    def one_rank(axis):
         if axis.rank == 1:
             return
         x = torch.zeros(16 * 4 * SHARED)  # four times as much as the slots for all hold
@@ -454,4 +454,4 @@ def test_a_rank_that_is_lost_during_long_work_is_named_and_nobody_hangs(monkeypa
             sharing(axis, [x], [1], {1: [x.clone()]}, lambda: time.sleep(2), "keys")
         axis.lanes.finish().settle()
 
-    on_ranks(one, axes(2, timeout=0.5))
+    on_ranks(one_rank, axes(2, timeout=0.5))

@@ -45,36 +45,36 @@ WAYS = {
 @pytest.mark.slow
 def test_the_loss_is_that_of_one_rank_whatever_the_strategy(tmp_path):
     others = {"two sequences": {"batch": 2}, "uneven": {"seq_len": 97}}
-    alone = {"one": SHORT, **{name: dataclasses.replace(SHORT, **change) for name, change in others.items()}}
-    one = over(1, alone, tmp_path / "1")
+    on_one_rank = {"one": SHORT, **{name: dataclasses.replace(SHORT, **change) for name, change in others.items()}}
+    losses = over(1, on_one_rank, tmp_path / "1")
     same = {"uneven, recomputed": "uneven", "data": "two sequences", "ulysses, accumulated": "two sequences"}
     jobs = {name: dataclasses.replace(config, steps=SHORT.steps) for name, config in WAYS.items()}
-    for name, found in over(4, jobs, tmp_path / "4").items():
-        expected = one[same.get(name, "one")]
-        gap = max(abs(a - b) for a, b in zip(found, expected, strict=True))
-        assert gap <= 1e-5, f"{name}: the loss differs from one rank's by {gap:.1e}: {found} and {expected}"
+    for name, results in over(4, jobs, tmp_path / "4").items():
+        expected = losses[same.get(name, "one")]
+        gap = max(abs(a - b) for a, b in zip(results, expected, strict=True))
+        assert gap <= 1e-5, f"{name}: the loss differs from one rank's by {gap:.1e}: {results} and {expected}"
 
 
 def test_a_long_sequence_passes_the_mlp_in_pieces(monkeypatch):
     torch.manual_seed(0)
-    whole, cut = model.SwiGLU(8, 24), model.SwiGLU(8, 24, at_once=2 * 5 * 24)
-    cut.load_state_dict(whole.state_dict())
+    whole, in_chunks = model.SwiGLU(8, 24), model.SwiGLU(8, 24, at_once=2 * 5 * 24)
+    in_chunks.load_state_dict(whole.state_dict())
     lengths, of = [], model.SwiGLU.of
     monkeypatch.setattr(model.SwiGLU, "of", lambda self, x: lengths.append(x.shape[1]) or of(self, x))
     x = torch.randn(2, 17, 8, requires_grad=True)
-    (expected, *grads), (found, *others) = (
+    (expected, *grads), (result, *others) = (
         (out, *torch.autograd.grad(out.pow(2).sum(), (x, *mlp.parameters())))
-        for mlp in (whole, cut)
+        for mlp in (whole, in_chunks)
         for out in [mlp(x)]
     )
-    assert torch.allclose(found, expected, atol=1e-6) and lengths == [17, 5, 5, 5, 2, 5, 5, 5, 2]
+    assert torch.allclose(result, expected, atol=1e-6) and lengths == [17, 5, 5, 5, 2, 5, 5, 5, 2]
     for a, b in zip(grads, others, strict=True):
         assert (a - b).norm() <= 2e-6 * a.norm()
 
 
 @pytest.mark.slow
 def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path):
-    places = {
+    strategies = {
         "zigzag": {"layout": "zigzag", "keys": "ring"},
         "contiguous": {"ulysses": 2, "keys": "ring", "layout": "contiguous"},
         "recomputed": {"recompute": "pointwise", "ulysses": 2},
@@ -82,29 +82,32 @@ def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path
     rules = {"gated": "zigzag", "delta": "contiguous", "kimi": "recomputed"}
     model = dataclasses.replace(TINY.model, softmax_every=2, convolution=3)
     mixed = {rule: dataclasses.replace(SHORT, model=dataclasses.replace(model, rule=rule)) for rule in rules}
-    jobs = {rule: dataclasses.replace(mixed[rule], strategy=Strategy(**places[place])) for rule, place in rules.items()}
-    alone = over(1, mixed, tmp_path / "1")
-    for name, found in over(4, jobs, tmp_path / "4").items():
-        expected = alone[name]
+    jobs = {
+        rule: dataclasses.replace(mixed[rule], strategy=Strategy(**strategies[strategy]))
+        for rule, strategy in rules.items()
+    }
+    single = over(1, mixed, tmp_path / "1")
+    for name, result in over(4, jobs, tmp_path / "4").items():
+        expected = single[name]
         assert expected[-1] < expected[0]
         # after a few steps of Adam, which divides small gradients by their size, rounding alone makes 1e-5
-        assert np.abs(np.subtract(found, expected)).max() <= 2e-5, f"{name}: {found} and {expected}"
+        assert np.abs(np.subtract(result, expected)).max() <= 2e-5, f"{name}: {result} and {expected}"
 
 
 @pytest.mark.slow
 def test_thirty_steps_on_2_ranks_are_those_of_one(tmp_path):
     long = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, layers=1), steps=30)
-    (alone,) = over(1, {"alone": long}, tmp_path).values()
-    (found,) = over(2, {"ring": dataclasses.replace(long, strategy=Strategy(layout="zigzag"))}, tmp_path).values()
-    np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
+    (single,) = over(1, {"alone": long}, tmp_path).values()
+    (result,) = over(2, {"ring": dataclasses.replace(long, strategy=Strategy(layout="zigzag"))}, tmp_path).values()
+    np.testing.assert_allclose(result, single, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_it_learns(tmp_path):
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 200)
     config = dataclasses.replace(TINY, data=Data(path=str(tmp_path / "text")), steps=25, optimizer=Optimizer(lr=1e-2))
-    found = over(1, {"learns": config}, tmp_path)["learns"]
-    assert found[-1] < 0.5 * found[0], found
+    results = over(1, {"learns": config}, tmp_path)["learns"]
+    assert results[-1] < 0.5 * results[0], results
 
 
 @pytest.mark.slow
@@ -120,16 +123,16 @@ def test_a_deep_model_learns_from_its_first_steps(tmp_path):
         TINY, model=Model(dim=64, layers=28, heads=4, kv_heads=2, hidden=160), seq_len=64, steps=8,
         optimizer=dataclasses.replace(told[0].optimizer, lr=rate),
     )  # fmt: skip
-    found = over(1, {"deep": deep}, tmp_path)["deep"]
-    assert found[0] == pytest.approx(np.log(256), abs=0.1)
-    assert max(found[1:]) < found[0] and found[-1] < found[0] - 0.7, found
+    results = over(1, {"deep": deep}, tmp_path)["deep"]
+    assert results[0] == pytest.approx(np.log(256), abs=0.1)
+    assert max(results[1:]) < results[0] and results[-1] < results[0] - 0.7, results
 
 
 def test_bfloat16_keeps_float32_master_weights(tmp_path):
     low = dataclasses.replace(TINY, precision="bfloat16")
-    found = over(2, {"low": low, "full": TINY}, tmp_path)
-    assert found["low"] != found["full"]
-    assert max(abs(a - b) for a, b in zip(found["low"], found["full"], strict=True)) < 0.05
+    results = over(2, {"low": low, "full": TINY}, tmp_path)
+    assert results["low"] != results["full"]
+    assert max(abs(a - b) for a, b in zip(results["low"], results["full"], strict=True)) < 0.05
 
 
 def test_the_first_step_waits_for_no_measurement_of_memory(tmp_path):
@@ -160,8 +163,8 @@ def test_a_dry_run_foresees_the_memory_that_was_measured(row):
     m = Model(head_dim=128, **{k: row[k] for k in ("dim", "layers", "heads", "kv_heads", "hidden", "vocab")})
     config = Train(model=m, precision="bfloat16", strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]))
     decoder = parallelize.build(m, 0, torch.device("meta"))
-    found = estimate.needs(config, decoder, row["tokens"] // row["ranks"], row["ranks"])
-    assert found.most / 2**20 == pytest.approx(row["memory_mib"], rel=0.2)
+    result = estimate.needs(config, decoder, row["tokens"] // row["ranks"], row["ranks"])
+    assert result.most / 2**20 == pytest.approx(row["memory_mib"], rel=0.2)
 
 
 def test_the_clock_starts_with_the_process():
@@ -202,9 +205,9 @@ def test_flops_count_the_pairs_that_the_mask_leaves():
         m = dataclasses.replace(TINY.model, window=window)
         spec, docs = ra.AttentionSpec(window=window), ra.Docs.from_lengths(lengths)
         begin, end = bounds(spec, np.arange(48), 48, docs=docs)
-        alone = estimate.train_flops(dataclasses.replace(m, window=1), [48])  # every token sees itself
+        itself = estimate.train_flops(dataclasses.replace(m, window=1), [48])  # every token sees itself
         more = int((end - begin).sum()) - 48
-        assert estimate.train_flops(m, lengths) == pytest.approx(alone + 12 * more * m.layers * m.dim)
+        assert estimate.train_flops(m, lengths) == pytest.approx(itself + 12 * more * m.layers * m.dim)
 
 
 def test_a_step_counts_its_documents(tmp_path):
@@ -212,8 +215,8 @@ def test_a_step_counts_its_documents(tmp_path):
         (tmp_path / f"{i}").write_bytes(bytes(size))
     whole = Train(model=TINY.model, data=Data(path=str(tmp_path), held_out=0), seq_len=48, batch=2)
     for documents, expected in (("", [[48], [48]]), ("files", [[40, 8], [25, 23]])):
-        cut = data.samples(data.open_corpus(whole.data, 256), Data(held_out=0, documents=documents), 48, 0)
-        job = SimpleNamespace(config=whole, samples=cut, a_step=2)
+        samples = data.samples(data.open_corpus(whole.data, 256), Data(held_out=0, documents=documents), 48, 0)
+        job = SimpleNamespace(config=whole, samples=samples, a_step=2)
         assert step_flops(job, 3) == pytest.approx(sum(estimate.train_flops(TINY.model, x) for x in expected))
 
 
@@ -258,11 +261,11 @@ def test_packed_documents_are_as_if_each_were_alone(tmp_path):
     jobs["zigzag"] = dataclasses.replace(jobs["dealt"], strategy=Strategy(layout="zigzag"))
     runs = over(2, jobs, tmp_path / "runs")
     assert runs["dealt"] == pytest.approx(runs["zigzag"], abs=1e-5)
-    found = runs["packed"]
+    result = runs["packed"]
     decoder = parallelize.build(TINY.model, TINY.seed, torch.device("cpu"))
-    alone = [torch.tensor(list((files / f"{i}").read_bytes()))[None] for i in range(3)]
-    losses = [decoder(x[:, :-1], labels_BT=x[:, 1:]) for x in alone]
-    assert found == pytest.approx([torch.cat(losses, 1).mean().item()], abs=1e-5)
+    documents = [torch.tensor(list((files / f"{i}").read_bytes()))[None] for i in range(3)]
+    losses = [decoder(x[:, :-1], labels_BT=x[:, 1:]) for x in documents]
+    assert result == pytest.approx([torch.cat(losses, 1).mean().item()], abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +279,7 @@ def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strateg
     samples = data.of(config)
     batch = [samples.train(0), samples.train(1)]
 
-    def one(mesh):
+    def one_rank(mesh):
         plan, plans = ra.plan(mesh, seq_len=48, heads=(4, 2), head_dim=8), []
 
         def decoder(inputs, plan, docs, labels_BT):
@@ -290,7 +293,7 @@ def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strateg
 
     counted = np.concatenate([(1000 * w.tokens[:-1] + w.tokens[1:])[w.predicted(48)] for w in batch])
     expected = pytest.approx(float(counted.mean()), rel=1e-6), layout, 96 if layout == "balanced" else 48
-    assert run_ranks(one, ring=2) == [expected] * 2
+    assert run_ranks(one_rank, ring=2) == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -399,9 +402,9 @@ def test_an_elastic_run_fits_any_number_of_ranks_or_is_refused_before_it_begins(
 
 def test_a_checkpoint_has_the_same_name_on_every_node(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for said, found in (("runs/a", str(tmp_path / "runs" / "a")), ("auto", "auto"), (None, None)):
+    for said, result in (("runs/a", str(tmp_path / "runs" / "a")), ("auto", "auto"), (None, None)):
         config, _ = on_ray.sized(Train(nproc=1, device="cpu", resume=said), {"CPU": 1.0})
-        assert config.resume == found
+        assert config.resume == result
 
 
 def test_the_rate_warms_up_and_falls_to_its_end():
@@ -432,5 +435,5 @@ def test_a_dry_run_foresees_the_time_of_a_step_that_was_measured(row):
                    strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]))  # fmt: skip
     flops = estimate.train_flops(m, [row["tokens"]])
     config = train.resolved(dataclasses.replace(config, dry_run=True), row["ranks"])
-    found = dry.step_seconds(config, parallelize.plan_of(config), dry.machine_of(config), row["ranks"], flops)
-    assert found == pytest.approx(row["step_s"], rel=0.2)
+    result = dry.step_seconds(config, parallelize.plan_of(config), dry.machine_of(config), row["ranks"], flops)
+    assert result == pytest.approx(row["step_s"], rel=0.2)

@@ -65,9 +65,9 @@ def another_header(change) -> Callable[[Path], None]:
         file = path / stored.name_of_part(0)
         content = file.read_bytes()
         end = 8 + int.from_bytes(content[:8], "little")
-        pieces = json.loads(content[8:end])
-        change(pieces)
-        header = json.dumps(pieces).encode()
+        entries = json.loads(content[8:end])
+        change(entries)
+        header = json.dumps(entries).encode()
         file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
         resealed(path)
 
@@ -85,8 +85,8 @@ def another_index(change) -> Callable[[Path], None]:
     return attack
 
 
-def swapped(values: dict, one: str = "norm.weight", other: str = "norm.weight@exp_avg") -> None:
-    values[one], values[other] = values[other], values[one]
+def swapped(values: dict, first: str = "norm.weight", other: str = "norm.weight@exp_avg") -> None:
+    values[first], values[other] = values[other], values[first]
 
 
 def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -162,9 +162,9 @@ def test_torchs_and_safetensors_tools_read_a_checkpoint(run):
     files = [safetensors.load_file(path / stored.name_of_part(rank)) for rank in range(2)]
     assert {f"{t.dtype}" for t in whole.values()} == {"torch.float32", "torch.uint8"} and "norm.weight@step" in index
     for name in index:
-        parts = [file[name] for file in files if name in file]
+        rows = [file[name] for file in files if name in file]
         assert torch.equal(theirs[name], whole[name]), name
-        assert torch.equal(parts[0] if len(parts) == 1 else torch.cat(parts), whole[name]), name
+        assert torch.equal(rows[0] if len(rows) == 1 else torch.cat(rows), whole[name]), name
     assert not [file for file in path.iterdir() if file.name.startswith(".")]
 
 
@@ -263,13 +263,13 @@ def test_a_run_folder_that_is_deleted_while_it_trains_is_noticed(tmp_path):
     run = tmp_path / "run"
     log = metrics.Log(run, TINY)
     log.write({"kind": "step", "step": 1})
-    one, optimizer = small()
+    layer, optimizer = small()
     with alone():
         checkpoints = checkpoint.Checkpoints(run, 2, None)
         shutil.rmtree(run)
         with pytest.raises(OSError, match=r"run/metrics\.jsonl was deleted or moved"):
             log.write({"kind": "step", "step": 2})
-        checkpoints.save(7, one, optimizer, {})
+        checkpoints.save(7, layer, optimizer, {})
         with pytest.raises(OSError, match=r"save step 7 in .*run was deleted or moved"):
             checkpoints.finish()
     log.close()
@@ -286,18 +286,18 @@ def test_a_run_folder_that_is_deleted_while_it_trains_is_noticed(tmp_path):
 @pytest.mark.parametrize("room", [0, 100, 3000])
 def test_a_disk_without_room_is_an_error_of_its_file_and_nothing_half_written_stays(room, tmp_path):
     """A limit on the size of files stands for the disk: of the pieces, of the index, or of all."""
-    one, optimizer = small()
+    layer, optimizer = small()
     with alone():
         checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
         log = metrics.Log(tmp_path, TINY)
         with at_most(room):
-            checkpoints.save(7, one, optimizer, {"notes": "x" * 10**5})
+            checkpoints.save(7, layer, optimizer, {"notes": "x" * 10**5})
             with pytest.raises(OSError, match=r"save step 7 in .*, where .* MB are free \(free space, or use folder"):
                 checkpoints.finish()
             with pytest.raises(OSError, match=r"could not write .*metrics\.jsonl"):
                 log.write({"kind": "step", "step": 1, "more": "x" * 10**5})
         assert list(checkpoints.folder.iterdir()) == []
-        checkpoints.save(8, one, optimizer, {"model": {}, "sequences": 8})  # there is room again
+        checkpoints.save(8, layer, optimizer, {"model": {}, "sequences": 8})  # there is room again
         checkpoints.finish()
     assert checkpoint.damage(checkpoints.folder / "step-00000008", 0, 1) is None
 
@@ -324,14 +324,14 @@ def test_what_is_saved_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
     sync, rename = os.fsync, Path.rename
     monkeypatch.setattr(os, "fsync", lambda file: did.append(os.readlink(f"/proc/self/fd/{file}")) or sync(file))
     monkeypatch.setattr(Path, "rename", lambda self, to: did.append(f"{self.name} -> {to.name}") or rename(self, to))
-    one, optimizer = small()
+    layer, optimizer = small()
     with alone():
         checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
-        checkpoints.save(1, one, optimizer, {"model": {}, "sequences": 1})
+        checkpoints.save(1, layer, optimizer, {"model": {}, "sequences": 1})
         checkpoints.finish()
-    part = f"{checkpoints.folder}/step-00000001.part"
-    files = [f"{part}/{name}" for name in (stored.name_of_part(0), "state.json")]
-    assert did == [*files, part, "step-00000001.part -> step-00000001", str(checkpoints.folder)]
+    unfinished = f"{checkpoints.folder}/step-00000001.part"
+    files = [f"{unfinished}/{name}" for name in (stored.name_of_part(0), "state.json")]
+    assert did == [*files, unfinished, "step-00000001.part -> step-00000001", str(checkpoints.folder)]
 
 
 def test_a_folder_that_cannot_be_synced_is_no_error_and_a_disk_that_fails_is(tmp_path, monkeypatch):
@@ -349,8 +349,8 @@ def test_a_folder_that_cannot_be_synced_is_no_error_and_a_disk_that_fails_is(tmp
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:
-    one = nn.Linear(4, 4)
-    return one, torch.optim.AdamW(one.parameters())
+    layer = nn.Linear(4, 4)
+    return layer, torch.optim.AdamW(layer.parameters())
 
 
 def refused(config: Train, folder: str) -> str:

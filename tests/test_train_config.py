@@ -24,9 +24,9 @@ RUN = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_out
 
 
 def composed(*words: str) -> Train:
-    found = []
-    assert configured.run(list(words), lambda config, swept: found.append(config) or 0) == 0
-    return found[0]
+    results = []
+    assert configured.run(list(words), lambda config, swept: results.append(config) or 0) == 0
+    return results[0]
 
 
 def test_the_files_choose_values_and_words_change_them():

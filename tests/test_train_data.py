@@ -17,22 +17,22 @@ def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):
     for start in range(10):
         for count in range(1, 11 - start):
             assert bytes(corpus.read(start, count).astype(np.uint8)) == b"abcdefghij"[start : start + count]
-    cut = data.samples(corpus, Data(held_out=1), seq_len=2, seed=0)
-    assert (cut.total, len(cut)) == (4, 3)
-    epoch = [tuple(cut.train(i).tokens) for i in range(3)]
-    assert len(set(epoch)) == 3 and tuple(cut.evaluation(0).tokens) not in epoch
-    assert sorted(epoch) == sorted(tuple(cut.train(3 + i).tokens) for i in range(3))
+    samples = data.samples(corpus, Data(held_out=1), seq_len=2, seed=0)
+    assert (samples.total, len(samples)) == (4, 3)
+    epoch = [tuple(samples.train(i).tokens) for i in range(3)]
+    assert len(set(epoch)) == 3 and tuple(samples.evaluation(0).tokens) not in epoch
+    assert sorted(epoch) == sorted(tuple(samples.train(3 + i).tokens) for i in range(3))
 
 
 def test_an_epochs_order_is_drawn_once(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(bytes(101))
-    cut = data.samples(data.open_corpus(Data(path=str(tmp_path)), 256), Data(held_out=20), seq_len=1, seed=5)
+    samples = data.samples(data.open_corpus(Data(path=str(tmp_path)), 256), Data(held_out=20), seq_len=1, seed=5)
     draw, drawn = np.random.default_rng, []
     monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or draw(seed))
     data.shuffled.cache_clear()
     for number in range(160):
-        cut.train(number)
-    cut.evaluation(0)
+        samples.train(number)
+    samples.evaluation(0)
     assert sorted(drawn) == [(5, 0), (5, 1, 0), (5, 1, 1)]
 
 
@@ -67,11 +67,11 @@ def test_a_token_outside_of_the_vocabulary_is_an_error_wherever_it_is(bad, messa
     tokens[[0, 0, -1][part]] = bad
     tokens.tofile(tmp_path / "tokens")
     corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="int32"), 500)
-    found = [data.extremes(corpus, 500, i, 3, size=7) for i in range(3)]
+    results = [data.extremes(corpus, 500, i, 3, size=7) for i in range(3)]
     with pytest.raises(ValueError, match=message):
-        data.check_vocabulary(*found[part], 500)
+        data.check_vocabulary(*results[part], 500)
     for i in {0, 1, 2} - {part}:
-        data.check_vocabulary(*found[i], 500)
+        data.check_vocabulary(*results[i], 500)
 
 
 def test_all_ranks_refuse_tokens_that_the_model_does_not_know(tmp_path):

@@ -87,8 +87,8 @@ def test_examples_explain_themselves(tmp_path, monkeypatch):
         expected |= {(name, "--help"): f"examples/{name}.py", (name, ""): "ranks are started by torchrun"}
     texts = [(name, "", "nowhere") for name in NEEDS]  # which read one
     expected |= dict.fromkeys(texts, "nowhere is no file: ")
-    found = calls(*expected, more={text: {"RANK": "0"} for text in texts})
-    for words, (printed, status) in zip(expected, found, strict=True):
+    results = calls(*expected, more={text: {"RANK": "0"} for text in texts})
+    for words, (printed, status) in zip(expected, results, strict=True):
         assert expected[words] in printed and status == (words[1] != "--help"), (words, printed)
 
 

@@ -48,13 +48,13 @@ def run(command, folder):
 def test_twenty_losses_equal_torchs(tmp_path):
     words = [*documented(), *WORDS]
     said = run([str(EXAMPLE), *words], tmp_path)
-    found = [float(x) for x in re.findall(r"loss (\S+)", said)]
+    results = [float(x) for x in re.findall(r"loss (\S+)", said)]
     given = []
     assert configured.run(words, lambda config, swept: given.append(config) or 0) == 0
     expected = over(1, {"torch": dataclasses.replace(given[0], strategy=Strategy())}, tmp_path)["torch"]
-    assert len(found) == len(expected) == 20
+    assert len(results) == len(expected) == 20
     assert expected[-1] < expected[0] - 0.5
-    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 1e-4
+    assert max(abs(a - b) for a, b in zip(results, expected, strict=True)) <= 1e-4
 
 
 @pytest.mark.slow

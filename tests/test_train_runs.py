@@ -271,27 +271,27 @@ def losses_after_auto(folder: Path) -> int:
 
 def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
     """Writing takes as long as it likes beside the training; the copies lie in memory that is kept."""
-    one = nn.Linear(64, 64)
-    optimizer = torch.optim.AdamW(one.parameters())
+    layer = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(layer.parameters())
     checkpoint.start_moments(optimizer)
     may, write = threading.Event(), stored.write_part
     monkeypatch.setattr(stored, "write_part", lambda *args: may.wait() and write(*args))
     with alone():
         checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
-        checkpoints.save(1, one, optimizer, {"model": {}, "sequences": 2})
+        checkpoints.save(1, layer, optimizer, {"model": {}, "sequences": 2})
         where = {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
         assert checkpoint.complete(checkpoints.folder) == []
-        before = one.weight.detach().clone()
+        before = layer.weight.detach().clone()
         with torch.no_grad():
-            one.weight.zero_()  # the training goes on
+            layer.weight.zero_()  # the training goes on
         may.set()
-        checkpoints.save(2, one, optimizer, {"model": {}, "sequences": 2})
+        checkpoints.save(2, layer, optimizer, {"model": {}, "sequences": 2})
         assert where == {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
         checkpoints.finish()
         for step, expected in ((1, before), (2, torch.zeros(64, 64))):
-            found = {"weight": torch.empty(64, 64)}
-            stored.load(checkpoints.folder / stored.name_of(step), found)
-            assert torch.equal(found["weight"], expected)
+            results = {"weight": torch.empty(64, 64)}
+            stored.load(checkpoints.folder / stored.name_of(step), results)
+            assert torch.equal(results["weight"], expected)
 
 
 def test_a_checkpoints_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path, monkeypatch):
@@ -373,9 +373,9 @@ def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys
     from ringattn.launch.train import configured
 
     def names(*words: str) -> list[str | None]:
-        found: list[str | None] = []
-        assert configured.run(["--multirun", *words], lambda config, swept: found.append(config.run) or 0) == 0
-        return found
+        results: list[str | None] = []
+        assert configured.run(["--multirun", *words], lambda config, swept: results.append(config.run) or 0) == 0
+        return results
 
     assert names("run=sw", "optimizer.lr=1e-3,3e-3") == ["sw-0", "sw-1"]
     assert capsys.readouterr().err == "optimizer.lr=0.001:\noptimizer.lr=0.003:\n"

@@ -175,8 +175,8 @@ def test_merge_stack_of_statistics_is_a_tree() -> None:
     top = draw(3, 1, 2, 2)
     total[0, :, 0], top[0, :, 0] = 0, NEVER
     parts = Streams(draw(3, 1, 2, 2, 16) * (total > 0)[..., None], top, total)
-    one, two, three = (Streams(*(x[i] for x in parts)) for i in range(3))
-    expected = partial.from_streams(partial.merge_streams(partial.merge_streams(one, two), three))
+    first, two, three = (Streams(*(x[i] for x in parts)) for i in range(3))
+    expected = partial.from_streams(partial.merge_streams(partial.merge_streams(first, two), three))
     got = merge_stack(parts)
     torch.testing.assert_close(got.out, expected.out, atol=1e-6, rtol=0)
     torch.testing.assert_close(got.lse, expected.lse, atol=1e-6, rtol=0)

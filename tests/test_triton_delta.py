@@ -142,8 +142,8 @@ def test_tokens_of_generation_equal_the_recurrence(gate: str, beta: str | None) 
     for T, strided in ((1, False), (3, True)):
         x = draw(Case(gate, B=2, T=T, H=4, G=2, K=20, V=40, beta=beta, strided=strided))
         inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, None, x.scale)
-        for found, truth in zip(decode(inputs, x.start), recurrent(doubled(inputs), x.start.double()), strict=True):
-            assert distance(found, truth) <= 1e-6
+        for result, truth in zip(decode(inputs, x.start), recurrent(doubled(inputs), x.start.double()), strict=True):
+            assert distance(result, truth) <= 1e-6
 
 
 def doubled(x: Inputs) -> Inputs:

@@ -110,11 +110,11 @@ def draw(case: Case) -> tuple[torch.Tensor, ...]:
     return tuple(x.to(DEVICE, getattr(torch, case.dtype)) for x in drawn)
 
 
-def distance(found: torch.Tensor, truth: torch.Tensor, floor: float = 0.0) -> float:
+def distance(result: torch.Tensor, truth: torch.Tensor, floor: float = 0.0) -> float:
     """|found - truth| / |truth|; a truth that vanishes counts as one of tenths, or of the norm `floor`."""
-    assert found.isfinite().all(), f"{int((~found.isfinite()).sum())} values are not finite"
+    assert result.isfinite().all(), f"{int((~result.isfinite()).sum())} values are not finite"
     floor = max(floor, 0.1 * max(1, truth.numel()) ** 0.5)
-    return ((found.double() - truth).norm() / truth.norm().clamp(min=floor)).item()
+    return ((result.double() - truth).norm() / truth.norm().clamp(min=floor)).item()
 
 
 def truth_of(case: Case, where: Intervals, tensors: tuple[torch.Tensor, ...], carry: Partial | None = None) -> tuple:
@@ -122,10 +122,10 @@ def truth_of(case: Case, where: Intervals, tensors: tuple[torch.Tensor, ...], ca
     q, k, v, dout = (x.double() for x in tensors)
     options = {"scale": case.D**-0.5, "softcap": case.softcap}
     part = carry
-    for one in where.families:
-        part = reference.attend(q, k, v, one, carry=part, **options)
+    for family in where.families:
+        part = reference.attend(q, k, v, family, carry=part, **options)
     delta = (part.out * dout).sum(-1)
-    each = [reference.attend_backward(q, k, v, one, dout, part.lse, delta, **options) for one in where.families]
+    each = [reference.attend_backward(q, k, v, family, dout, part.lse, delta, **options) for family in where.families]
     return part, [sum(grads) for grads in zip(*each, strict=True)]
 
 
@@ -137,13 +137,13 @@ def check(case: Case, table: dict[str, Tiles] | None) -> None:
     options = {"scale": case.D**-0.5, "softcap": case.softcap, "table": table}
     many = over_families(KERNEL)
     forward, backward = (many.attend, many.attend_backward) if where.also else (attend, attend_backward)
-    found = forward(q, k, v, where, **options)
-    assert torch.equal(found.lse == -torch.inf, lse == -torch.inf)
+    result = forward(q, k, v, where, **options)
+    assert torch.equal(result.lse == -torch.inf, lse == -torch.inf)
     seen = lse > -torch.inf
-    assert (found.out[~seen] == 0).all()
+    assert (result.out[~seen] == 0).all()
     most = MOST[case.dtype]
-    assert distance(found.out, out) <= most, ("out", distance(found.out, out))
-    assert distance(found.lse[seen], lse[seen]) <= 3e-6, ("lse", distance(found.lse[seen], lse[seen]))
+    assert distance(result.out, out) <= most, ("out", distance(result.out, out))
+    assert distance(result.lse[seen], lse[seen]) <= 3e-6, ("lse", distance(result.lse[seen], lse[seen]))
     delta = row_delta(out.to(q.dtype), dout)
     found_grads = backward(q, k, v, where, dout, lse.float(), delta, **options)
     floor = 0.1 * max(x.norm().item() for x in grads)  # a single key's gradient is what is left of terms as large as dv
@@ -226,12 +226,12 @@ def test_no_less_accurate_than_cudnn(dim: int) -> None:
     (out, _), grads = truth_of(case, where, tensors)
     q, k, v, dout = tensors
     ours = attend(q, k, v, where, scale=dim**-0.5, out_dtype=q.dtype)
-    found = (ours.out, *attend_backward(q, k, v, where, dout, ours.lse, row_delta(ours.out, dout), scale=dim**-0.5))
+    results = (ours.out, *attend_backward(q, k, v, where, dout, ours.lse, row_delta(ours.out, dout), scale=dim**-0.5))
     inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         theirs = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
         theirs = (theirs, *torch.autograd.grad(theirs, inputs, dout.transpose(1, 2)))
-    for name, x, y, truth in zip(("out", "dq", "dk", "dv"), found, theirs, (out, *grads), strict=True):
+    for name, x, y, truth in zip(("out", "dq", "dk", "dv"), results, theirs, (out, *grads), strict=True):
         assert distance(x, truth) <= 1.5 * distance(y.transpose(1, 2), truth), name
 
 
@@ -252,7 +252,7 @@ def test_scores_of_ten_thousand_lose_no_digits_on_their_way_from_step_to_step() 
     torch.manual_seed(0)
     q, k, v = (torch.randint(-3, 4, (1, n, h, 16), device=DEVICE).float() / 2 for n, h in ((24, 2), (60, 1), (60, 1)))
     q[..., 0], k[..., 0], k[:, 45:, :, 0] = 1e4, 1.0, 1.0 + 2**-12
-    dout, scale, cuts = (
+    dout, scale, ranges = (
         torch.randn(1, 24, 2, 16, device=DEVICE),
         math.log(2),
         (slice(0, 20), slice(20, 40), slice(40, 60)),
@@ -267,11 +267,11 @@ def test_scores_of_ten_thousand_lose_no_digits_on_their_way_from_step_to_step() 
         *exact, where(60), dout.double(), truth.lse, row_delta_of(truth.out, dout), scale=scale
     )
     part = None
-    for cut in cuts:
-        part = attend(q, k[:, cut], v[:, cut], where(20), scale=scale, carry=part, table=SMALL)
+    for some in ranges:
+        part = attend(q, k[:, some], v[:, some], where(20), scale=scale, carry=part, table=SMALL)
     rows = dout, part.lse, row_delta(part.out, dout)
-    found = [attend_backward(q, k[:, c], v[:, c], where(20), *rows, scale=scale, table=SMALL) for c in cuts]
-    dq, dk, dv = sum(x[0] for x in found), *(torch.cat([x[i] for x in found], 1) for i in (1, 2))
+    results = [attend_backward(q, k[:, c], v[:, c], where(20), *rows, scale=scale, table=SMALL) for c in ranges]
+    dq, dk, dv = sum(x[0] for x in results), *(torch.cat([x[i] for x in results], 1) for i in (1, 2))
     for name, x, y in zip(("out", "dq", "dk", "dv"), (part.out, dq, dk, dv), (truth.out, *expected), strict=True):
         assert distance(x, y) <= 2e-6, name
     assert float((part.lse - truth.lse).abs().max()) <= 1e-6
@@ -317,11 +317,11 @@ def test_gradients_add_up_in_what_is_given() -> None:
     given = [torch.randn(x.shape, device=DEVICE) for x in (q, k, v)]
     before = [x.double() for x in given]
     delta = row_delta(out.float(), dout)
-    found = attend_backward(
+    results = attend_backward(
         q, k, v, where, dout, lse.float(), delta, scale=case.D**-0.5, table=SMALL,
         dq=given[0], dk=given[1], dv=given[2],
     )  # fmt: skip
-    for x, total, start, truth in zip(found, given, before, grads, strict=True):
+    for x, total, start, truth in zip(results, given, before, grads, strict=True):
         assert x.data_ptr() == total.data_ptr()
         assert distance(x, start + truth) <= 3e-6
 
@@ -341,8 +341,8 @@ def test_padding_that_holds_nan_does_not_leak() -> None:
         part = attend(q, k, v, where, scale=case.D**-0.5, table=table)
         assert distance(part.out, out) <= 3e-6
         delta = row_delta(part.out, dout)
-        found = attend_backward(q, k, v, where, dout, part.lse, delta, scale=case.D**-0.5, table=table)
-        for x, truth in zip(found, grads, strict=True):
+        results = attend_backward(q, k, v, where, dout, part.lse, delta, scale=case.D**-0.5, table=table)
+        for x, truth in zip(results, grads, strict=True):
             assert (x[:, real:] == 0).all()
             assert distance(x, truth) <= 6e-6
 
@@ -392,7 +392,7 @@ def test_threads_compile_and_interpret_one_after_the_other() -> None:
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(len(calls)) as pool:
-            first, *others = [one.result() for one in [pool.submit(call) for call in calls]]
+            first, *others = [family.result() for family in [pool.submit(call) for call in calls]]
     finally:
         sys.setswitchinterval(before)
     assert all(torch.equal(first.out, other.out) for other in others)
@@ -430,6 +430,6 @@ def test_heads_that_lie_more_than_two_billion_numbers_apart_have_gradients():
     dout.copy_(near[3])
     where, rows = intervals(case), torch.zeros(1, 70, 3, device=DEVICE)
     options = {"scale": 0.1, "table": None if ON_GPU else SMALL}
-    found = attend_backward(q, *near[1:3], where, dout, rows, rows, **options)
+    results = attend_backward(q, *near[1:3], where, dout, rows, rows, **options)
     expected = attend_backward(*near[:3], where, near[3], rows, rows, **options)
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, results, expected))

@@ -29,24 +29,24 @@ def test_the_sum_is_that_of_torch_in_the_same_order(first, dtype):
     assert [(rows, heads) for _, rows, heads in parts] == [
         ((0, 37), (0, 4)), ((0, 37), (1, 4)), ((7, 37), (0, 4)), ((27, 37), (1, 3))
     ]  # fmt: skip
-    found = gradients.add_parts(torch.empty(2, 37, 4, 20, dtype=dtype), parts)
-    assert torch.equal(found, some_parts(first).tensor(dtype))
+    result = gradients.add_parts(torch.empty(2, 37, 4, 20, dtype=dtype), parts)
+    assert torch.equal(result, some_parts(first).tensor(dtype))
     expected = torch.zeros(2, 37, 4, 20)
     for x, rows, heads in parts:
         expected[:, slice(*rows), slice(*heads)] += x
-    assert torch.equal(found, expected.to(dtype))
+    assert torch.equal(result, expected.to(dtype))
 
 
 def test_rows_of_a_sum_are_not_copied_if_a_single_part_covers_them():
-    total, found = Total(torch.empty(2, 9, 4, 8, dtype=torch.float16)), torch.randn(2, 5, 4, 8).half()
-    total.add(found, rows=slice(2, 7))
+    total, results = Total(torch.empty(2, 9, 4, 8, dtype=torch.float16)), torch.randn(2, 5, 4, 8).half()
+    total.add(results, rows=slice(2, 7))
     total.add(torch.ones(2, 2, 4, 8).half(), rows=slice(5, 7))
-    alone = total.rows_at(range(3, 5), torch.float16)
-    assert alone.data_ptr() == found[:, 1:].data_ptr() and torch.equal(alone, found[:, 1:3])
+    single = total.rows_at(range(3, 5), torch.float16)
+    assert single.data_ptr() == results[:, 1:].data_ptr() and torch.equal(single, results[:, 1:3])
     assert (total.rows_at(range(7, 9), torch.float16) == 0).all() and len(total.parts) == 2
     for at in (range(4, 6), range(1, 3)):  # of two parts; of one and of none
         expected = torch.cat(
-            [torch.zeros(2, 2, 4, 8), found[:, :3], found[:, 3:] + 1, torch.zeros(2, 2, 4, 8)], 1
+            [torch.zeros(2, 2, 4, 8), results[:, :3], results[:, 3:] + 1, torch.zeros(2, 2, 4, 8)], 1
         ).half()
         assert torch.equal(total.rows_at(at, torch.float16), expected[:, at.start : at.stop])
     assert len(total.parts) == 1 and torch.equal(total.tensor(torch.float32), expected.float())

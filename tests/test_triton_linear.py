@@ -128,18 +128,18 @@ def found_by(x: Given, kernels: object = delta, keep: bool = False) -> dict[str,
     return {name: t for name, t in zip(NAMES, values, strict=True) if t is not None}
 
 
-def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+def distance(result: torch.Tensor, truth: torch.Tensor) -> float:
     """|found - truth| / |truth|; a truth may vanish, as what crosses a token that forgets all."""
-    assert found.isfinite().all(), f"{int((~found.isfinite()).sum())} values are not finite"
-    return ((found.double() - truth).norm() / truth.norm().clamp(min=1e-3)).item()
+    assert result.isfinite().all(), f"{int((~result.isfinite()).sum())} values are not finite"
+    return ((result.double() - truth).norm() / truth.norm().clamp(min=1e-3)).item()
 
 
 def check(case: Case) -> None:
     given = draw(case)
-    truth, found = truth_of(given), found_by(given)
+    truth, results = truth_of(given), found_by(given)
     for name, like in zip(("out", "dq", "dk", "dv", "dg"), (given.q, given.q, given.k, given.v, given.g), strict=True):
-        assert like is None or found[name].dtype == like.dtype, name
-    errors = {name: distance(found[name], truth[name]) for name in truth}
+        assert like is None or results[name].dtype == like.dtype, name
+    errors = {name: distance(results[name], truth[name]) for name in truth}
     most = MOST[case.dtype]
     assert all(error <= most for error in errors.values()), errors
 
@@ -240,19 +240,19 @@ def test_equals_the_recurrence_on_a_gpu(case: Case, dtype: str) -> None:
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits() -> None:
     """2^18 tokens, more than 2^31 numbers a tensor: a document at the end is what it is when it stands alone."""
-    T, H, K, alone = 2**18, 68, 128, 150
+    T, H, K, length = 2**18, 68, 128, 150
     assert T * H * K > 2**31
     q, k, v, dout = (torch.randn(1, T, H, K, dtype=torch.bfloat16, device=DEVICE) for _ in range(4))
     g = q.clone().abs_().neg_().mul_(0.1)
     begin = torch.zeros(1, T, dtype=torch.int32, device=DEVICE)
-    begin[:, -alone:] = T - alone
+    begin[:, -length:] = T - length
 
     def run(part: slice, begin: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         x = [t[:, part] for t in (q, k, v, g, dout)]
-        found = found_by(Given(*x[:4], begin, None, x[4], None, K**-0.5))
-        return tuple(found[name][:, -alone:] for name in ("out", "dq", "dk", "dv", "dg"))
+        results = found_by(Given(*x[:4], begin, None, x[4], None, K**-0.5))
+        return tuple(results[name][:, -length:] for name in ("out", "dq", "dk", "dv", "dg"))
 
     torch.cuda.empty_cache()
     whole = run(slice(0, T), begin)
-    for found, truth in zip(whole, run(slice(T - alone, T), None), strict=True):
-        assert distance(found, truth.double()) <= 8e-3
+    for results, truth in zip(whole, run(slice(T - length, T), None), strict=True):
+        assert distance(results, truth.double()) <= 8e-3

@@ -77,12 +77,12 @@ def rewards(completions, completion_ids, **_) -> list[float]:
     return [wrong + sum(t % 5 for t in ids) / len(ids) for ids in completion_ids]
 
 
-def agreement(found) -> dict[str, float]:
+def agreement(result) -> dict[str, float]:
     """A metric of the logits and labels of all real tokens; batches differ in length.
 
     DPOTrainer's labels are token ids, where padding is 0. What logits are at padding is left to the model.
     """
-    pairs = list(zip(found.predictions, found.label_ids, strict=True))
+    pairs = list(zip(result.predictions, result.label_ids, strict=True))
     return {"agreement": float(sum(abs(x[y > 0]).sum() + y.sum() for x, y in pairs))}
 
 
@@ -196,8 +196,8 @@ def test_losses_and_metrics_are_those_of_one_rank(case, tmp_path):
     what, kind, ways, steps, options = CASES[case]
     plain, *ours = of_all({"plain": 1} | dict.fromkeys(ways, 2), what, kind, options, str(tmp_path), steps)
     assert len(plain) >= steps and "loss" in plain[0]
-    for way, found in zip(ways, ours, strict=True):
-        for step, (mine, theirs) in enumerate(zip(found, plain, strict=True)):
+    for way, results in zip(ways, ours, strict=True):
+        for step, (mine, theirs) in enumerate(zip(results, plain, strict=True)):
             assert mine.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5), (way, step)
             assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4), (way, step)
 
@@ -226,7 +226,7 @@ def test_log_probabilities_of_answers_are_those_of_one_rank(prepared_first):
     expected, weight = plain(**given), torch.randn(4, 28)
     (expected.log_probs * weight).sum().backward()
 
-    def one(mesh):
+    def one_rank(mesh):
         model, plan = copies[mesh.rank], ra.plan(mesh, seq_len=64)
         if prepared_first:  # and the trainer's mixin puts the cutting outermost again
             hf_model.prepare(model, plan)
@@ -235,14 +235,14 @@ def test_log_probabilities_of_answers_are_those_of_one_rank(prepared_first):
             keep_outermost(model)
         else:
             hf_model.prepare(model, plan)
-        found = model(**given)
-        (found.log_probs * weight).sum().backward()
-        return found, {name: p.grad for name, p in model.named_parameters()}
+        result = model(**given)
+        (result.log_probs * weight).sum().backward()
+        return result, {name: p.grad for name, p in model.named_parameters()}
 
-    results = run(one, ring=2, ulysses=2)
-    for found, _ in results:
+    results = run(one_rank, ring=2, ulysses=2)
+    for result, _ in results:
         for name in ("log_probs", "entropy", "label_mask", "loss"):
-            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(getattr(result, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
     for name, p in plain.named_parameters():  # all four ranks compute the same sum
         mean = sum(torch.zeros_like(p) if g[name] is None else g[name] for _, g in results) / 4
         torch.testing.assert_close(mean, torch.zeros_like(p) if p.grad is None else p.grad, rtol=1e-4, atol=1e-5)

@@ -52,9 +52,9 @@ def monotone(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @given(monotone())
 @settings(max_examples=300, deadline=None)
 def test_rectangles_hold_each_pair_once(intervals: tuple[np.ndarray, np.ndarray]) -> None:
-    found = rectangles_of(*intervals)
-    assert found is not None
-    assert (covered(found, intervals[0].shape[1], 9) == seen(*intervals, 9)[0]).all(), f"{intervals}: {found}"
+    result = rectangles_of(*intervals)
+    assert result is not None
+    assert (covered(result, intervals[0].shape[1], 9) == seen(*intervals, 9)[0]).all(), f"{intervals}: {result}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -68,9 +68,9 @@ def test_every_step_of_a_causal_ring_is_a_few_rectangles(layout: str, length: in
         begin, end = bounds(AttentionSpec(), where.positions(rank), length, docs=packed)
         for source in range(3):
             local = to_local(where.shard(source), begin, end)
-            found = rectangles_of(*local)
-            assert found is not None and len(found) <= 2 * len(docs or [1]) + 2, f"{rank} sees {source}: {found}"
-            assert (covered(found, where.shard_len, where.shard_len) == seen(*local, where.shard_len)[0]).all()
+            outputs = rectangles_of(*local)
+            assert outputs is not None and len(outputs) <= 2 * len(docs or [1]) + 2, f"{rank} sees {source}: {outputs}"
+            assert (covered(outputs, where.shard_len, where.shard_len) == seen(*local, where.shard_len)[0]).all()
 
 
 def test_what_is_not_a_few_rectangles_has_none() -> None:
@@ -110,21 +110,21 @@ def run(
     where, options = intervals_of(mask, T, device), {"scale": D**-0.5}
     exact = [x.double() for x in (q, k, v, dout)]
     truth = reference.attend(*exact[:3], where, **options)
-    found = kernel.attend(q, k, v, where, **options)
-    carry = Partial(torch.randn_like(found.out), torch.randn_like(found.lse))
+    result = kernel.attend(q, k, v, where, **options)
+    carry = Partial(torch.randn_like(result.out), torch.randn_like(result.lse))
     again = kernel.attend(q, k, v, where, carry=Partial(*(x.clone() for x in carry)), **options)
     truth_again = reference.attend(*exact[:3], where, carry=Partial(*(x.double() for x in carry)), **options)
     delta = (exact[3] * truth.out).sum(-1) - torch.randn(B, T, H, device=device)
     delta[truth.lse == NEVER] = 0
     grads = reference.attend_backward(*exact[:3], where, exact[3], truth.lse, delta, **options)
-    rows = (dout, truth.lse.to(found.lse.dtype), delta.to(found.lse.dtype))
+    rows = (dout, truth.lse.to(result.lse.dtype), delta.to(result.lse.dtype))
     given = kernel.attend_backward(q, k, v, where, *rows, **options)
-    alone = (exact[3] * truth.out).sum(-1)  # of out alone, which is handed on as it is
-    by_out = kernel.attend_backward(q, k, v, where, *rows[:2], None, out=found.out.to(dtype), **options)
-    grads += reference.attend_backward(*exact[:3], where, exact[3], truth.lse, alone, **options)
+    row_sums = (exact[3] * truth.out).sum(-1)  # of out alone, which is handed on as it is
+    by_out = kernel.attend_backward(q, k, v, where, *rows[:2], None, out=result.out.to(dtype), **options)
+    grads += reference.attend_backward(*exact[:3], where, exact[3], truth.lse, row_sums, **options)
     real = truth.lse != NEVER
-    assert (found.lse[~real] == NEVER).all() and (found.out[~real] == 0).all()
-    named = {"out": (found.out, truth.out), "lse": (found.lse[real], truth.lse[real])}
+    assert (result.lse[~real] == NEVER).all() and (result.out[~real] == 0).all()
+    named = {"out": (result.out, truth.out), "lse": (result.lse[real], truth.lse[real])}
     named |= {"carried out": (again.out, truth_again.out), "carried lse": (again.lse, truth_again.lse)}
     names = ("dq", "dk", "dv", "dq of out", "dk of out", "dv of out")
     return named | dict(zip(names, zip([*given, *by_out], grads, strict=True), strict=True))
@@ -159,20 +159,20 @@ def carried(kernel: TorchKernel, mask: str, dtype: torch.dtype) -> list[Partial]
     torch.manual_seed(0)
     q, k, v, more_k, more_v = (torch.randn(1, 160, h, 64, device=device).to(dtype) for h in (4, 2, 2, 2, 2))
     options = {"scale": 0.125}
-    found = []
+    outputs = []
     for first in (dtype, None):
         carry = kernel.attend(q, k, v, intervals_of("causal", 160, device), out_dtype=first, **options)
         assert carry.out.dtype == (first or torch.float32)
         for last in (dtype, None):
             where = intervals_of(mask, 160, device)
             before = Partial(*(x.clone() for x in carry))
-            found.append(kernel.attend(q, more_k, more_v, where, carry=before, out_dtype=last, **options))
-    return found
+            outputs.append(kernel.attend(q, more_k, more_v, where, carry=before, out_dtype=last, **options))
+    return outputs
 
 
-def same(parts: list[Partial]) -> bool:
+def same(partials: list[Partial]) -> bool:
     """To a rounding of the last bit: two kernels need not fuse the same multiplication with an addition."""
-    pairs = [(a, b) for i in (0, 1) for a, b in zip(parts[i], parts[i + 2], strict=True)]
+    pairs = [(a, b) for i in (0, 1) for a, b in zip(partials[i], partials[i + 2], strict=True)]
     ulp = {torch.bfloat16: 2.0**-7, torch.float32: 1e-6}
     return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=ulp[a.dtype], atol=1e-6) for a, b in pairs)
 
@@ -223,16 +223,16 @@ def test_gradients_are_right_whatever_the_size_of_dout_beside_that_of_the_lse(ca
     out, lse = torch.einsum("bhts,bshd->bthd", s.softmax(-1), exact[2]), s.logsumexp(-1).transpose(1, 2)
     truth = torch.autograd.grad([out, lse], exact, [dout.double(), dlse.double()])
 
-    def one(mesh: object) -> list[torch.Tensor]:
+    def one_rank(mesh: object) -> list[torch.Tensor]:
         plan = ra.plan(mesh, seq_len=32)
         mine = [plan.shard(x).requires_grad_() for x in leaves]
-        found = ra.attention(*mine, plan, return_lse=True)
-        return [plan.unshard(x) for x in torch.autograd.grad(found, mine, [plan.shard(dout), plan.shard(dlse)])]
+        outputs = ra.attention(*mine, plan, return_lse=True)
+        return [plan.unshard(x) for x in torch.autograd.grad(outputs, mine, [plan.shard(dout), plan.shard(dlse)])]
 
-    alone = [x.clone().requires_grad_() for x in leaves]
-    found = [torch.autograd.grad(ra.attention(*alone, return_lse=True), alone, [dout, dlse])]
-    found += [run_ranks(one, ring=2)[0], run_ranks(one, ulysses=2)[0]]
-    for grads in found:
+    single = [x.clone().requires_grad_() for x in leaves]
+    outputs = [torch.autograd.grad(ra.attention(*single, return_lse=True), single, [dout, dlse])]
+    outputs += [run_ranks(one_rank, ring=2)[0], run_ranks(one_rank, ulysses=2)[0]]
+    for grads in outputs:
         for name, a, b in zip(("dq", "dk", "dv"), grads, truth, strict=True):
             if b.abs().max() > 0:
                 error = ((a.double() - b).norm() / b.norm()).item()
@@ -245,7 +245,7 @@ def test_heads_are_exchanged_without_a_gradient_of_the_lse_that_nobody_asked_for
     q, k, v, dout = torch.randn(4, 1, 16, 2, 8).unbind()
     v = v * 1e10
 
-    def one(mesh: object) -> list[torch.Tensor]:
+    def one_rank(mesh: object) -> list[torch.Tensor]:
         plan = ra.plan(mesh, seq_len=16)
         mine = [plan.shard(x).requires_grad_() for x in (q, k, v)]
         grads = torch.autograd.grad(ra.attention(*mine, plan), mine, plan.shard(dout))
@@ -253,7 +253,7 @@ def test_heads_are_exchanged_without_a_gradient_of_the_lse_that_nobody_asked_for
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = torch.autograd.grad(ra.attention(*leaves), leaves, dout)
-    assert all(map(torch.equal, run_ranks(one, ulysses=2)[0], expected))
+    assert all(map(torch.equal, run_ranks(one_rank, ulysses=2)[0], expected))
 
 
 def test_gradients_in_bfloat16_are_as_good_as_their_rounding() -> None:
@@ -266,7 +266,7 @@ def test_gradients_in_bfloat16_are_as_good_as_their_rounding() -> None:
         leaves = [x.clone().requires_grad_() for x in tensors[:3]]
         return torch.autograd.grad(ra.attention(*leaves, docs=docs), leaves, tensors[3])
 
-    def one(mesh: object) -> list[torch.Tensor]:
+    def one_rank(mesh: object) -> list[torch.Tensor]:
         plan = ra.plan(mesh, seq_len=256)
         *mine, dout = (plan.shard(x) for x in tensors)
         mine = [x.requires_grad_() for x in mine]
@@ -274,11 +274,11 @@ def test_gradients_in_bfloat16_are_as_good_as_their_rounding() -> None:
         return [plan.unshard(x) for x in grads]
 
     truth = gradients(*(x.double() for x in tensors))
-    for found in (gradients(*tensors), run_ranks(one, ring=4)[0]):
-        for name, a, b in zip(("dq", "dk", "dv"), found, truth, strict=True):
+    for outputs in (gradients(*tensors), run_ranks(one_rank, ring=4)[0]):
+        for name, a, b in zip(("dq", "dk", "dv"), outputs, truth, strict=True):
             error = ((a.double() - b).norm() / b.norm()).item()
             assert error < 2.3e-3, f"{name} is off by {error}; rounding alone makes 1.7e-3"
-        assert found[0][:, [0, 56]].abs().max() < 1e-6
+        assert outputs[0][:, [0, 56]].abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -299,15 +299,15 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(kernel: str
         grads = torch.autograd.grad(out, mine, dout)
         return [plan.unshard(x.detach()) for x in (out, lse, *grads)]
 
-    def found(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    def results_of(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         return results(tensors) if strategy == "one" else run_ranks(lambda mesh: results(tensors, mesh), ring=2)[0]
 
-    expected, t = found(clean), torch.arange(48)
+    expected, t = results_of(clean), torch.arange(48)
     before, after = t < 30, t >= 30
     for which, name in enumerate(("q", "k", "v", "dout")):
         tensors = [x.clone() for x in clean]
         tensors[which][:, 30] = bad
-        out, lse, dq, dk, dv = found(tuple(tensors))
+        out, lse, dq, dk, dv = results_of(tuple(tensors))
         others = t != 30
         mine = {"q": (others, others, others), "k": (before, before, before), "v": (before, before, before)}
         rows, lses, queries = mine.get(name, (t >= 0, t >= 0, others))
@@ -336,12 +336,12 @@ def test_inputs_whose_last_dim_is_not_contiguous_give_the_same() -> None:
     where, options = intervals_of("prefix", 61), {"scale": 0.3}
     q, k, v, dout = torch.randn(1, 61, 4, 40, 4).unbind(-1)
     for strided in ((q, k, v, dout), (q, k, torch.ones(1, 61, 4, 1).expand(1, 61, 4, 40), dout)):
-        found, truth = [], []
-        for results, x in ((found, strided), (truth, [x.contiguous() for x in strided])):
+        outputs, truth = [], []
+        for results, x in ((outputs, strided), (truth, [x.contiguous() for x in strided])):
             part = sdpa_cpu.attend(*x[:3], where, **options)
             results += part
             results += sdpa_cpu.KERNEL.attend_backward(*x[:3], where, x[3], part.lse, part.lse, **options)
-        assert all(map(torch.equal, found, truth))
+        assert all(map(torch.equal, outputs, truth))
 
 
 def test_intervals_without_rectangles_are_refused_by_name() -> None:

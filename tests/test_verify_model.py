@@ -81,10 +81,10 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
     of = verify.gradients
 
     def off(model):
-        found = of(model)
+        results = of(model)
         if hasattr(model, "ringattn"):
-            found["model.layers.0.mlp.up_proj.weight"][0, 0] += 1e-3
-        return found
+            results["model.layers.0.mlp.up_proj.weight"][0, 0] += 1e-3
+        return results
 
     monkeypatch.setattr(verify, "gradients", off)
     assert words.main(["verify", f"model={saved}", "ranks=2", "tokens=40"]) == 1

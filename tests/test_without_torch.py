@@ -62,13 +62,13 @@ for use in (lambda: ra.nn, lambda: ra.attend, lambda: ra.init_mesh(ring=2)):
 
 def required(names):
     """The names of these distributions and of all that they require; of ours, what pyproject.toml says."""
-    found, left = set(), list(names)
+    result, left = set(), list(names)
     while left:
         name = re.split(r"[^\w.-]", left.pop())[0].lower().replace("_", "-")
-        if name not in found:
-            found.add(name)
+        if name not in result:
+            result.add(name)
             left += [x for x in metadata.requires(name) or () if "extra ==" not in x]
-    return found
+    return result
 
 
 @pytest.mark.slow

@@ -86,8 +86,8 @@ def compiled_and_not(ring: int, ulysses: int, dynamic: bool | None) -> list[list
     return plain_arrays(trained(model, model, plan), trained(model, compiled, plan))
 
 
-def check_close(found: list[Any], expected: list[Any], atol: float = 1e-5) -> None:
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+def check_close(results: list[Any], expected: list[Any], atol: float = 1e-5) -> None:
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
         torch.testing.assert_close(
             torch.as_tensor(a), torch.as_tensor(b), rtol=1e-5, atol=atol, msg=lambda m, i=i: f"result {i}: {m}"
         )
@@ -104,14 +104,14 @@ def test_compile_fullgraph_on_threads():
     """Compiling is not made for threads: one rank compiles, and meets ranks that do not."""
     torch._dynamo.reset()
 
-    def one(mesh):
+    def each_rank(mesh):
         plan = planned(mesh)
         model = Small(plan)
         first = mesh.rank == 0
         call = torch.compile(model, fullgraph=True, backend="aot_eager") if first else model
         return trained(model, model, plan), trained(model, call, plan)
 
-    for plain, compiled in run_threads(one, ring=2):
+    for plain, compiled in run_threads(each_rank, ring=2):
         check_close(compiled, plain)
 
 
@@ -165,8 +165,8 @@ def test_documents_are_read_whatever_the_default_device_is():
         lambda: causal_convolution(x.flatten(2), weight, docs=docs),
     ):
         with torch.device("meta"):
-            found = call()
-        assert torch.equal(found, call())
+            result = call()
+        assert torch.equal(result, call())
 
 
 def test_a_layers_cache_is_where_the_layer_is():
@@ -243,12 +243,12 @@ def test_documents_may_be_made_in_a_compiled_function(make):
 
 
 def test_recomputing_gives_the_same_bits():
-    def one(mesh):
+    def each_rank(mesh):
         plan = planned(mesh)
         kept, again = Small(plan), Small(plan, kept=False)
         return trained(kept, kept, plan), trained(again, again, plan)
 
-    for kept, again in run_threads(one, ring=2, ulysses=2):
+    for kept, again in run_threads(each_rank, ring=2, ulysses=2):
         assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
@@ -262,10 +262,10 @@ def sharded_steps(data_ranks: int, ring: int) -> tuple[list[float], list[np.ndar
     plan = planned(mesh)
     model = Small(plan, docs=None)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
-    for part in (*model.layers, model):
-        fully_shard(part, mesh=everyone)
-        part.set_force_sum_reduction_for_comms(True)
-        part.set_gradient_divide_factor(1.0)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=everyone)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
     along = axis(mesh, "data")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = data()
@@ -290,7 +290,7 @@ def test_fsdp2_over_data_and_ring_trains_as_one_rank():
 
 
 def test_gradients_of_micro_batches_add_up():
-    def one(mesh):
+    def each_rank(mesh):
         plan = planned(mesh)
         model = Small(plan, docs=None)
         x, y = (plan.shard(t) for t in data())
@@ -301,7 +301,7 @@ def test_gradients_of_micro_batches_add_up():
             F.mse_loss(model(x[row : row + 1]), y[row : row + 1], reduction="sum").backward()
         return whole, [p.grad for p in model.parameters()]
 
-    for whole, added in run_threads(one, ring=2):
+    for whole, added in run_threads(each_rank, ring=2):
         check_close(added, whole, 1e-5)
 
 
@@ -309,21 +309,21 @@ def test_autocast_runs_attention_in_its_dtype():
     x, _ = data()
     plain = Small()(x)
     with torch.autocast("cpu", torch.bfloat16):
-        alone = Small()(x)
+        single = Small()(x)
         q = torch.randn(1, T, 4, 8, requires_grad=True)
         out, lse = ra.attention(q, q, q, return_lse=True)
-    assert alone.dtype == torch.bfloat16 and out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert single.dtype == torch.bfloat16 and out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     out.float().sum().backward()
     assert q.grad.dtype == torch.float32
 
-    def one(mesh):
+    def each_rank(mesh):
         plan = planned(mesh)
         with torch.autocast("cpu", torch.bfloat16):
             return plan.unshard(Small(plan)(plan.shard(x)))
 
-    for out in run_threads(one, ring=2):
+    for out in run_threads(each_rank, ring=2):
         assert out.dtype == torch.bfloat16
-        assert (out - plain).norm() <= 2 * (alone - plain).norm() + 1e-3
+        assert (out - plain).norm() <= 2 * (single - plain).norm() + 1e-3
 
 
 def test_results_may_be_written_into_as_torchs_may():
@@ -344,16 +344,16 @@ def test_results_may_be_written_into_as_torchs_may():
 def test_under_autocast_new_tokens_have_the_dtype_of_their_cache(dtype):
     """A position code leaves q and k in float32 beside values in bfloat16."""
     plan = ra.plan(seq_len=4)
-    found, expected = (
+    result, expected = (
         ra.KVCache.allocate(plan, batch=1, max_len=6, kv_heads=2, head_dim=8, dtype=dtype) for _ in range(2)
     )
-    device = found.k.device
+    device = result.k.device
     q, k, v = (torch.randn(1, 6, heads, 8, device=device) for heads in (4, 2, 2))
     for tokens in (slice(0, 4), slice(4, 6)):
         call = partial(ra.prefill, plan=plan) if tokens.start == 0 else ra.decode
         new = [x[:, tokens] for x in (q, k, v.bfloat16())]
         with torch.autocast(device.type, torch.bfloat16):
-            out = call(*new, cache=found)
+            out = call(*new, cache=result)
         assert out.dtype == dtype and torch.equal(out, call(*(x.to(dtype) for x in new), cache=expected))
 
 
@@ -363,14 +363,14 @@ def test_unshard_is_differentiated_twice():
     (grad,) = torch.autograd.grad((weights.sum(0) * whole**3).sum(), whole, create_graph=True)
     (expected,) = torch.autograd.grad(grad.square().sum(), whole)
 
-    def one(mesh):
+    def each_rank(mesh):
         plan = ra.plan(mesh, seq_len=7, layout="zigzag")
         mine = plan.shard(x).requires_grad_()
         loss = (weights[mesh.rank] * plan.unshard(mine) ** 3).sum()
         (grad,) = torch.autograd.grad(loss, mine, create_graph=True)
         return plan.unshard(torch.autograd.grad(grad.square().sum(), mine)[0])
 
-    check_close(run_threads(one, ring=2, ulysses=2), [expected] * 4)
+    check_close(run_threads(each_rank, ring=2, ulysses=2), [expected] * 4)
 
 
 class Kept(TorchDispatchMode):
@@ -381,14 +381,14 @@ class Kept(TorchDispatchMode):
         self.counts: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
         if func is torch.ops.ringattn.attention.default:
-            self.counts.append(len(found[2]))
-        return found
+            self.counts.append(len(results[2]))
+        return results
 
 
 def test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing():
-    def one(mesh):
+    def each_rank(mesh):
         plan = planned(mesh)
         model, x = Small(plan), plan.shard(data()[0])
         with Kept() as kept:
@@ -401,7 +401,7 @@ def test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing():
         assert graded.requires_grad and not free.requires_grad and not inferred.requires_grad
         return kept.counts, graded.detach(), free, inferred.clone(), frozen
 
-    for counts, graded, *others in run_threads(one, ring=2, ulysses=2):
+    for counts, graded, *others in run_threads(each_rank, ring=2, ulysses=2):
         assert counts == [5, 5, 0, 0, 0, 0, 0, 0]
         assert all(torch.equal(graded, other) for other in others)
 
@@ -409,25 +409,25 @@ def test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing():
 def test_what_was_first_used_in_inference_mode_can_be_trained_afterwards():
     """Tensors that were cached then may be kept for a backward pass."""
 
-    def one(mesh):
+    def each_rank(mesh):
         plan = ra.plan(mesh, seq_len=41, layout="zigzag")  # a length of no other test
         docs = Docs.from_lengths([13, 0, 20], pad_to=41)
         x = torch.ones(1, plan.local_len, 2, 4, requires_grad=True)
 
         def used() -> Tensor:
-            found = (
+            results = (
                 ra.attention(x, x, x, plan, docs=docs),
                 *ra.linear_attention(x, x, x, None, plan, docs=docs, return_state="documents"),
             )
             loss = ra.cross_entropy(x[:, :, 0], torch.zeros(1, plan.local_len, dtype=torch.long), plan, docs=docs)
-            return sum((y.sum() for y in (*found, plan.roll(x, docs=docs), plan.unshard(x))), loss)
+            return sum((y.sum() for y in (*results, plan.roll(x, docs=docs), plan.unshard(x))), loss)
 
         with torch.inference_mode():
             used()
         (gradient,) = torch.autograd.grad(used(), x)
         assert gradient.isfinite().all()
 
-    run_threads(one, ring=2, ulysses=2)
+    run_threads(each_rank, ring=2, ulysses=2)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -444,12 +444,12 @@ def test_without_gradients_a_group_of_heads_is_dropped_once_it_left(grad, fresh_
 
     fresh_scores(tiled, attend=noted)
 
-    def one(mesh):
+    def each_rank(mesh):
         plan = ra.plan(mesh, seq_len=16, kernel="tiled", transport=ra.Transport(groups=4))
         q, k, v = (torch.ones(1, plan.local_len, 8, 8, requires_grad=grad) for _ in "qkv")
         ra.attention(q, k, v, plan)
 
-    run_threads(one, ulysses=2)
+    run_threads(each_rank, ulysses=2)
     assert list(alive.values()) == [[0, 1, 2, 3] if grad else [0, 0, 0, 0]] * 2
 
 
@@ -485,11 +485,11 @@ def test_a_compiled_function_takes_batches_and_lengths_as_they_come(function, dy
     """Without a plan, and nothing was called eagerly before; with one, any batch."""
     torch._dynamo.reset()
     plan, options = ra.plan(seq_len=24), {"fullgraph": True, "backend": "aot_eager", "dynamic": dynamic}
-    alone = torch.compile(lambda x: function(x, x, x), **options)
+    single = torch.compile(lambda x: function(x, x, x), **options)
     planned = torch.compile(lambda x: function(x, x, x, plan=plan), **options)
     for batch, length in ((1, 16), (2, 16), (3, 17), (3, 40)):
         x = torch.randn(batch, length, 2, 8, requires_grad=True)
-        (grad,) = torch.autograd.grad(alone(x).square().sum(), x)
+        (grad,) = torch.autograd.grad(single(x).square().sum(), x)
         torch.testing.assert_close(grad, torch.autograd.grad(function(x, x, x).square().sum(), x)[0])
         x = torch.randn(batch, 24, 2, 8)
         torch.testing.assert_close(planned(x), function(x, x, x, plan=plan))

@@ -1,19 +1,5 @@
 """Benchmarks, side by side: `ringattn bench SUITE [key=value ...]`.
 
-    auto      one GPU: what kernel="auto" runs, next to every kernel by name, in turns
-    decode    a token over a cache that is spread over ranks, next to a copy of the cache
-    jax       attention on JAX arrays over this machine's GPUs, next to its kernel alone
-    kernels   one GPU: our kernels next to cuDNN, FlashAttention and FlexAttention
-    linear    one GPU: our gated linear attention next to flash-linear-attention
-    memory    the peak memory of a rank, with 1, 2, 4, 8 ranks
-    plans     the candidates of plans over ranks: predicted, simulated, measured here
-    prefill   a prompt whole and in chunks: time and peak memory
-    ring      attention over many ranks, next to the same work of one rank without communication
-    scaling   one layer over more and more ranks: predicted, simulated, measured here
-    scan      linear attention over many ranks, next to each rank alone
-    step      a step of a training run, next to its attention and matrix products alone
-    traffic   the bytes that a rank sends, counted, next to those of the schedule
-
 `ringattn bench SUITE --help` lists the keys of a suite. The results are printed as a table. With out=FILE each row is
 also appended to the file, as soon as it is measured, as a JSON line: commit, device, versions, case, milliseconds,
 ratios. compare=FILE says what got faster or slower than in such a file.
@@ -39,21 +25,21 @@ from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.rows import Row, read
 from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
-SUITES = (
-    "auto",
-    "decode",
-    "jax",
-    "kernels",
-    "linear",
-    "memory",
-    "plans",
-    "prefill",
-    "ring",
-    "scaling",
-    "scan",
-    "step",
-    "traffic",
-)
+SUITES = {
+    "auto": 'one GPU: what kernel="auto" runs, next to every kernel by name, in turns',
+    "decode": "a token over a cache that is spread over ranks, next to a copy of the cache",
+    "jax": "attention on JAX arrays over this machine's GPUs, next to its kernel alone",
+    "kernels": "one GPU: our kernels next to cuDNN, FlashAttention and FlexAttention",
+    "linear": "one GPU: our gated linear attention next to flash-linear-attention",
+    "memory": "the peak memory of a rank, with 1, 2, 4, 8 ranks",
+    "plans": "the candidates of plans over ranks: predicted, simulated, measured here",
+    "prefill": "a prompt whole and in chunks: time and peak memory",
+    "ring": "attention over many ranks, next to the same work of one rank without communication",
+    "scaling": "one layer over more and more ranks: predicted, simulated, measured here",
+    "scan": "linear attention over many ranks, next to each rank alone",
+    "step": "a step of a training run, next to its attention and matrix products alone",
+    "traffic": "the bytes that a rank sends, counted, next to those of the schedule",
+}
 OUT = option(None, "a file that the rows are appended to, one JSON line each")
 OLD = option(None, "a file of an earlier run: says what got faster or slower, and what is noise")
 NOT_IN_ROWS = ("timeout", "device", "trace")  # options that change no figure, or that `stamp` has
@@ -62,7 +48,9 @@ NOT_IN_ROWS = ("timeout", "device", "trace")  # options that change no figure, o
 def main(argv: list[str]) -> int:
     """`ringattn bench SUITE ...`: the suite's own options, and out=FILE for every suite."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: ringattn bench SUITE [out=FILE] [compare=OLD] [key=value ...]\n\n{(__doc__ or '').strip()}")
+        head, _, about = (__doc__ or "").strip().partition("\n")
+        suites = "\n".join(f"    {name:<9} {what}" for name, what in SUITES.items())
+        print(f"usage: ringattn bench SUITE [out=FILE] [compare=OLD] [key=value ...]\n\n{head}\n\n{suites}\n{about}")
         return 0
     if argv[0] not in SUITES:
         print(f"ringattn bench: no suite {argv[0]!r}{nearest(argv[0], SUITES)} ({', '.join(SUITES)})", file=sys.stderr)

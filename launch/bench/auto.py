@@ -1,8 +1,7 @@
 """One GPU: what `kernel="auto"` runs, beside each kernel named and FlashAttention-4's own call, in turns.
 
 In turns: the contestants' calls alternate, so all have the same clock. `auto_over` is the median over the rounds of a
-contestant's time over auto's: above 1, auto is faster. With bursts=true each contestant also runs alone, call after
-call, at the clock that its own power leaves: `burst_ms`. `own` is FlashAttention-4 called directly.
+contestant's time over auto's: above 1, auto is faster. `own` is FlashAttention-4 called directly.
 
 `square` is a step of a zigzag ring: a causal square, above queries that see all keys. `host` is a call so short that
 the host takes all of the time. `ring8` gives the errors of a ring of 8 ranks over those of one device.
@@ -28,7 +27,7 @@ from ringattn.launch.bench import kernels as alone
 from ringattn.launch.bench.contest import Passes, distance, peak_gib
 from ringattn.launch.bench.kernels import Case, useful_flops
 from ringattn.launch.bench.peers import Inputs, heads_first
-from ringattn.launch.bench.timing import elapsed_ms, in_turns, passes, together
+from ringattn.launch.bench.timing import in_turns, passes, together
 from ringattn.launch.words import option
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import problem_of
@@ -54,7 +53,6 @@ class Options:
     kv_heads: int = option(8, "key heads")
     device: str | None = option(None, "where it runs; the GPU if there is one", among=("cuda", "cpu"))
     rounds: int = option(20, "rounds, in which each contestant runs once", least=1)
-    bursts: bool = option(False, "time each contestant alone as well")
 
     def __post_init__(self) -> None:
         contest.settle(self, CASES)
@@ -84,14 +82,9 @@ def drawn(case: Case, options: Options, *heads: int) -> Inputs:
 def attention(case: Case, options: Options) -> list[Row]:
     """`ra.attention` by auto and by each kernel, and FlashAttention-4's own call."""
     given = drawn(case, options)
-    contestants: dict[str, Passes] = {}
-
-    def enter(name: str) -> list[Row]:
-        contestants[name] = own(peers.fa4(given)) if name == "own" else attends(given, name)
-        return []
-
-    contest.side_by_side([*options.named, *["own"] * (options.device == "cuda")], enter)
-    return measured(given, contestants, options)
+    names = [*options.named, *["own"] * (options.device == "cuda")]
+    enter = lambda name: own(peers.fa4(given)) if name == "own" else attends(given, name)  # noqa: E731
+    return measured(given, contest.entered(names, enter), options)
 
 
 def attends(given: Inputs, name: str) -> Passes:
@@ -112,10 +105,10 @@ def attends(given: Inputs, name: str) -> Passes:
     return calls
 
 
-def own(*calls: Passes) -> Passes:
-    """A peer's own calls, one after the other; its backward takes what an earlier forward saved."""
-    forward = lambda: [call["forward"]() for call in calls]  # noqa: E731
-    return {"forward": forward, "forward+backward": lambda: (forward(), [call["backward"]() for call in calls])}
+def own(call: Passes) -> Passes:
+    """A peer's own call; its backward takes what an earlier forward saved."""
+    forward = call["forward"]
+    return {"forward": forward, "forward+backward": lambda: (forward(), call["backward"]())}
 
 
 def square(case: Case, options: Options) -> list[Row]:
@@ -126,7 +119,7 @@ def square(case: Case, options: Options) -> list[Row]:
     device = [torch.from_numpy(x).to(options.device) for x in (begin, end)]
     given = replace(given, where=Intervals(device[0], device[1], rectangles_of(begin, end), (begin, end), made={}))
     problem = replace(problem_of(given.q, given.k, given.v, None, True), rows=case.tokens * options.heads)
-    first, second = (peers.kernel_of(kernels.select(problem, backward=x).name).load() for x in (False, True))
+    first, second = (kernels.select(problem, backward=x).load() for x in (False, True))
     tensors, scale = (given.q, given.k, given.v, given.where), given.scale
 
     def step() -> Any:
@@ -138,9 +131,7 @@ def square(case: Case, options: Options) -> list[Row]:
         grads = second.backward(tensors[:3], given.where, rows, scale=scale)
         return [in_dtype(x, given.q.dtype) for x in grads]
 
-    contestants: dict[str, Passes] = {"auto": {"forward": step, "forward+backward": with_gradients}}
-
-    def enter(name: str) -> list[Row]:
+    def own_calls(name: str) -> Passes:
         above = replace(given, **{n: getattr(given, n)[:, :half] for n in ("q", "k", "v", "dout")})
         below = replace(given, q=given.q[:, half:], dout=given.dout[:, half:], mask="full")
         calls = [peers.fa4(part) for part in (above, below)]
@@ -151,40 +142,25 @@ def square(case: Case, options: Options) -> list[Row]:
             dv_all[:, :half] += dv
             return dq, dq_below, dk_all, dv_all
 
-        contestants[name] = own({"forward": lambda: [call["forward"]() for call in calls], "backward": backward})
-        return []
+        return own({"forward": lambda: [call["forward"]() for call in calls], "backward": backward})
 
-    contest.side_by_side(["own"] * (options.device == "cuda"), enter)
+    contestants: dict[str, Passes] = {"auto": {"forward": step, "forward+backward": with_gradients}}
+    contestants |= contest.entered(["own"] * (options.device == "cuda"), own_calls)
     return measured(given, contestants, options)
 
 
 def measured(given: Inputs, contestants: dict[str, Passes], options: Options) -> list[Row]:
-    """The rows of all contestants, in turns, and in bursts if that is asked for."""
-    rows, work, device = [], useful_flops(given), options.device or ""
+    """The rows of all contestants, in turns."""
+    rows, work = [], useful_flops(given)
     for what, factor in (("forward", 1.0), ("forward+backward", 3.5)):
         calls = {name: of[what] for name, of in contestants.items()}
-        times = in_turns(calls, options.rounds, device)
-        bursts = burst_ms(calls, device) if options.bursts else {}
+        times = in_turns(calls, options.rounds, options.device or "")
         for name in calls:
             ms = statistics.median(times[name])
             row = {"impl": name, "pass": what, "ms": ms, "tflops": factor * work / ms / 1e9}
             row["auto_over"] = statistics.median(x / y for x, y in zip(times[name], times["auto"], strict=True))
-            if name in bursts:
-                row["burst_ms"] = bursts[name]
             rows.append(row | {"peak_gib": peak_gib(calls[name])})
     return rows
-
-
-def burst_ms(calls: Passes, device: str) -> dict[str, float]:
-    """The time of a call among others of its own: for a quarter of a second, after half as long to warm up."""
-    times_of: dict[str, list[float]] = {name: [] for name in calls}
-    rounds, length = (3, 250.0) if device == "cuda" else (1, 5.0)
-    for _ in range(rounds):
-        for name, call in calls.items():
-            count = max(2, int(length / elapsed_ms(call, device=device)))
-            elapsed_ms(call, count // 2, device)
-            times_of[name].append(elapsed_ms(call, count, device))
-    return {name: statistics.median(times) for name, times in times_of.items()}
 
 
 def host(case: Case, options: Options) -> list[Row]:
@@ -202,19 +178,18 @@ def host(case: Case, options: Options) -> list[Row]:
         "documents": partial(ours, docs=docs),
     }
     calls |= {name: partial(ours, ra.plan(**shape, kernel=name)) for name in options.named[1:]}
+    count = CALLS if options.device == "cuda" else options.rounds
 
     def rows(name: str) -> list[Row]:
         inside = firsts if name == "torch" else leaves
         dout = heads_first(given.dout).contiguous() if name == "torch" else given.dout
         timed = passes(calls[name], inside, dout)
-        return [{"pass": what, "us": best_mean(call, options)} for what, call in timed.items()]
+        means = {
+            what: [together(call, count) for _ in range(6)][1:] for what, call in timed.items()
+        }  # after one to warm up
+        return [{"pass": what, "us": min(seconds) * 1e6} for what, seconds in means.items()]
 
     return contest.side_by_side(calls, rows)
-
-
-def best_mean(call: Any, options: Options) -> float:
-    count = CALLS if options.device == "cuda" else options.rounds
-    return min([together(call, count) for _ in range(6)][1:]) * 1e6  # the first warms up
 
 
 def ring8(case: Case, options: Options) -> list[Row]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ringattn.conf.keys import nearest
 from ringattn.launch.bench import Row, table
-from ringattn.launch.bench.timing import steady_ms
+from ringattn.launch.bench.memory import held
+from ringattn.launch.bench.timing import finish, steady_ms
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 OURS = ("auto", "triton", "decode", "tiled", "chunkwise", "op", "states")  # whose errors are no news but bugs
@@ -54,18 +55,23 @@ def each(cases: Mapping[str, Any], rows_of: Callable[[Any], list[Row]], about: C
 
 
 def side_by_side(names: Iterable[str] | None, rows_of: Callable[[str], list[Row]]) -> list[Row]:
-    """The rows of every contestant; if one refuses, or a peer's own code fails, the reason is printed instead."""
-    rows: list[Row] = []
-    for name in names or ():
+    """The rows of every contestant that does not refuse."""
+    return [{"impl": name, **row} for name, rows in entered(names or (), rows_of).items() for row in rows]
+
+
+def entered(names: Iterable[str], enter: Callable[[str], Any]) -> dict[str, Any]:
+    """What every contestant gives; if one refuses, or a peer's own code fails, the reason is printed instead."""
+    given = {}
+    for name in names:
         try:
-            rows += [{"impl": name, **row} for row in rows_of(name)]
+            given[name] = enter(name)
         except NotImplementedError as error:
             print(f"{name}: {error}")
         except Exception as error:
             if name in OURS:
                 raise
             print(f"{name} failed: {type(error).__name__}: {str(error)[:300]}")
-    return rows
+    return given
 
 
 def timed(passes: Passes, options: Any, figure: str, amounts: Mapping[str, float]) -> list[Row]:
@@ -118,9 +124,8 @@ def peak_gib(function: Callable[[], Any]) -> float | None:
     """What a call allocates at its peak, beyond its inputs."""
     if not torch.cuda.is_available():
         return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    finish()
+    memory = held("cuda")
     function()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+    finish()
+    return memory.grown() / 2**30

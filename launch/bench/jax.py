@@ -6,11 +6,10 @@ medians of runs that end when every device is done; TFLOP/s are a device's. `err
 and gradients, at 2048 tokens against dense float64.
 """
 
-import statistics
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,6 +19,7 @@ import ringattn as ra
 from ringattn.launch.bench import Row, version
 from ringattn.launch.bench.masks import WORDS, Case, case_of
 from ringattn.launch.bench.ring import FLOPS
+from ringattn.launch.bench.timing import median_ms
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "ranks", "strategy", "layout", "kernel", "mode", "ms", "tflops", "alone", "ratio", "error"]
@@ -66,7 +66,7 @@ def run(options: Options) -> Iterator[Row]:
         tokens = case.tokens
         share = 1 if case.plain else ranks
         less = case_of(mask, round(tokens / ranks**0.5)) if share < ranks else case
-        alone = measured(options, ra.plan(single, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
+        floor = measured(options, ra.plan(single, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
         for layout in options.layout:
             plan = ra.plan(mesh, seq_len=tokens, strategy=options.strategy, layout=layout, **case.asked, **how)
             off = error(options, plan.for_length(2048), case_of(mask, 2048)) if options.check else None
@@ -76,7 +76,7 @@ def run(options: Options) -> Iterator[Row]:
                     "suite": "jax", "jax": version("jax"), "devices": devices[0].device_kind, **asdict(options),
                     "tokens": tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
                     "kernel": kernel_of(plan), "mode": mode, "ms": ms, "tflops": flops / ms / 1e9,
-                    "alone": share * flops / alone[mode] / 1e9, "ratio": alone[mode] / share / ms, "error": off,
+                    "alone": share * flops / floor[mode] / 1e9, "ratio": floor[mode] / share / ms, "error": off,
                 }  # fmt: skip
 
 
@@ -116,12 +116,7 @@ def measured(options: Options, plan: Any, case: Case) -> dict[str, float]:
     programs, given = calls(options, plan, FLOPS, case)
     medians = {}
     for name, program in programs.items():
-        times = []
-        for _ in range(options.repeats + 2):
-            start = time.perf_counter()
-            jax.block_until_ready(program(*given))
-            times.append((time.perf_counter() - start) * 1e3)
-        medians[name] = statistics.median(times[2:])
+        medians[name] = median_ms(partial(lambda run: jax.block_until_ready(run(*given)), program), options.repeats)
         print(f"{plan.seq_len} tokens, ring={plan.ring}, {name}: {medians[name]:.3f} ms", file=sys.stderr)
     return medians
 

@@ -128,10 +128,10 @@ def decode(case: Case, options: Options) -> list[Row]:
     def rows(name: str) -> list[Row]:
         functions = [CONTESTANTS[name](given)["forward"] for given in sets]
         turns = cycle(functions)
-        alone = steady_ms(lambda: next(turns)(), device, options.rep)
-        ms = graph_ms(functions) if device == "cuda" else alone
+        without_graph = steady_ms(lambda: next(turns)(), device, options.rep)
+        ms = graph_ms(functions) if device == "cuda" else without_graph
         rate = moved / ms / 1e9
-        row = {"pass": "forward", "ms": ms, "ms_without_graph": alone, "tb_per_s": rate, "copy_tb_per_s": copy}
+        row = {"pass": "forward", "ms": ms, "ms_without_graph": without_graph, "tb_per_s": rate, "copy_tb_per_s": copy}
         return [{**row, "of_copy": rate / copy}]
 
     names = ["decode" if n == "triton" else n for n in options.impls or ()]
@@ -150,8 +150,7 @@ def errors(case: Case, options: Options) -> list[Row]:
         off = contest.errors(results, {n: truth[n] for n in GRADIENTS})
         return [{"error_lse": (lse - truth["lse"]).abs().max().item(), **off}]
 
-    ours = {kernel.name for kernel in kernels.TABLE}
-    measured = contest.side_by_side([name for name in options.impls or () if name in ours], rows)
+    measured = contest.side_by_side([name for name in options.impls or () if name in kernels.BY_NAME], rows)
     return contest.with_error_ratios(measured, "cudnn", "over_cudnn", GRADIENTS)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.launch.bench import Row, over_ranks
-from ringattn.launch.bench.timing import draws, dtype_on
+from ringattn.launch.bench.timing import attention_passes, dtype_on
 from ringattn.launch.train import metrics
 from ringattn.launch.words import option
 
@@ -45,20 +45,15 @@ def measured(options: Options) -> Iterator[Row]:
     sizes = {"ulysses" if options.strategy == "ulysses" else "ring": ranks}
     mesh = ra.init_mesh(**sizes, device_type=options.device)
     how: dict[str, Any] = {"strategy": options.strategy, "layout": options.layout}
-    step(ra.plan(mesh, seq_len=512, **how), options)
+    spec = ra.AttentionSpec(window=options.window)
+    attention_passes(options, ra.plan(mesh, seq_len=512, **how), spec=spec)["forward+backward"]()
     plan = ra.plan(mesh, seq_len=options.tokens, **how)
     memory = held(options.device)
-    step(plan, options)
+    attention_passes(options, plan, spec=spec)["forward+backward"]()
     peak, local = memory.grown() / 2**20, -(-options.tokens // ranks)
     per_token = 4 * options.head_dim * (options.heads + options.kv_heads) * dtype_on(options.device).itemsize
     minimal = local * (per_token + 4 * options.heads) / 2**20
     yield {"ranks": ranks, "local": local, "peak_mib": peak, "minimal_mib": minimal, "ratio": peak / minimal}
-
-
-def step(plan: Any, options: Options) -> None:
-    q, k, v = draws(options, plan.local_len, grads=True)
-    out = ra.attention(q, k, v, plan, spec=ra.AttentionSpec(window=options.window))
-    out.backward(torch.ones_like(out))
 
 
 def held(device: str) -> metrics.Memory:

@@ -34,13 +34,11 @@ class Inputs:
         return self.q.shape[-1] ** -0.5
 
 
-def kernel_of(name: str) -> kernels.Kernel:
-    return next(kernel for kernel in kernels.TABLE if kernel.name == name)
-
-
 def check(name: str, given: Inputs, own_masks: bool = False) -> None:
     """A NotImplementedError where a kernel refuses; with `own_masks` not for a mask that is no rectangles for us."""
-    reason = kernel_of(name).refuses(problem_of(given.q, given.k, given.v, None, given.where.rectangles is not None))
+    reason = kernels.BY_NAME[name].refuses(
+        problem_of(given.q, given.k, given.v, None, given.where.rectangles is not None)
+    )
     if reason is not None and not (own_masks and "rectangles" in reason):
         raise NotImplementedError(reason)
 
@@ -50,7 +48,7 @@ def of_table(name: str) -> Callable[[Inputs], Passes]:
 
     def passes(given: Inputs) -> Passes:
         check(name, given)
-        kernel, tensors = kernel_of(name).load(), (given.q, given.k, given.v, given.where)
+        kernel, tensors = kernels.BY_NAME[name].load(), (given.q, given.k, given.v, given.where)
 
         def forward() -> Any:
             return kernel.attend(*tensors, scale=given.scale, out_dtype=given.q.dtype)

@@ -19,7 +19,7 @@ from ringattn.candidates import problem_of, rates_of
 from ringattn.explain import way_of
 from ringattn.launch.bench import Row, memory, over_ranks
 from ringattn.launch.bench.masks import Case, case_of
-from ringattn.launch.bench.timing import draws, dtype_on, median_ms, passes
+from ringattn.launch.bench.timing import attention_passes, dtype_on, median_ms
 from ringattn.launch.words import option
 from ringattn.machine import Machine, load, of_device
 from ringattn.simulation import play
@@ -143,14 +143,13 @@ def passes_of(plan: Any, predicted: Any, setting: Setting, machine: Machine, sec
     problem = problem_of(plan, shape, spec, str(dtype).removeprefix("torch."), docs, machine.arch)
     rates = rates_of(problem, plan, machine)[1]
     held = memory.held(setting.device)
-    q, k, v, dout = draws(setting, plan.local_len, "qkvo", grads=True)
-    calls = passes(lambda: ra.attention(q, k, v, plan, **setting.case.asked), (q, k, v), dout)
+    calls = attention_passes(setting, plan, **setting.case.asked)
     count = int(min(10, max(2, seconds / predicted["seconds"])))  # the same on every rank
-    rows, expected, begun = [], 0.0, 0.0
+    rows, expected, played, before = [], 0.0, 0.0, 0.0
     for i, mode in enumerate(MODES):
-        expected += predicted[("forward", "backward")[i]]["seconds"] + machine.start[i]
-        begun += machine.start[i]
-        played = play(plan, shape, spec, docs, machine, rates, backward=bool(i)).seconds + begun
+        expected += machine.single(predicted[("forward", "backward")[i]]["seconds"], bool(i))
+        both = play(plan, shape, spec, docs, machine, rates, backward=bool(i)).seconds
+        played, before = played + machine.single(both - before, bool(i)), both
         ms = median_ms(calls[mode], count, warmup=1)
         rows.append({"mode": mode, "ms": ms, "predicted": expected * 1e3, "simulated": played * 1e3})
     del calls

@@ -21,7 +21,7 @@ from ringattn.choosing import elsewhere
 from ringattn.launch.bench import Row, over_ranks, timeline
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.bench.masks import WORDS, Case, asked_by, cases
-from ringattn.launch.bench.timing import draws, median_ms, passes
+from ringattn.launch.bench.timing import attention_passes, draws, median_ms, passes
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops",
@@ -109,8 +109,7 @@ def measured(options: Options) -> Iterator[Row]:
 def floor(options: Options, case: Case) -> dict[str, float]:
     """Milliseconds of each mode with as many pairs as a rank has, and no communication."""
     length, share = (round(case.tokens / options.ranks**0.5), 1) if case.plain else (case.tokens, options.ranks)
-    alone = ra.plan(seq_len=length, kernel=options.kernel)
-    calls = ours(options, alone, case)
+    calls = attention_passes(options, ra.plan(seq_len=length, kernel=options.kernel), **case.asked)
     return {mode: timed(calls[mode], options) / share for mode in options.modes}
 
 
@@ -136,13 +135,7 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
             plans = [folded(plan, ring, rank, axes) for rank in range(ring)] if played else [plan]
             about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.transport.route}
             axis = axes.ring if plan.ring > 1 else axes.ulysses
-            yield axis.by, about, [ours(options, each, case) for each in plans]
-
-
-def ours(options: Options, plan: Any, case: Case) -> dict[str, Callable[[], Any]]:
-    """What is timed: one forward pass, and one with its backward, on random data."""
-    q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
-    return passes(lambda: ra.attention(q, k, v, plan, **case.asked), (q, k, v), dout)
+            yield axis.by, about, [attention_passes(options, each, **case.asked) for each in plans]
 
 
 def theirs(options: Options, tokens: int) -> dict[str, Callable[[], Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 from ringattn.candidates import compared, rates_of
 from ringattn.explain import way_of
 from ringattn.launch.bench import Row, memory, over_ranks
-from ringattn.launch.bench.timing import draws, median_ms, passes
+from ringattn.launch.bench.timing import attention_passes, median_ms
 from ringattn.launch.commands import simulate
 from ringattn.launch.words import option, writable
 from ringattn.machine import load, of_device
@@ -90,8 +90,7 @@ def measured(options: Options) -> Iterator[Row]:
         ra.init_mesh(sequence=ranks, device_type=options.device), seq_len=tokens, strategy=options.strategy,
         heads=(options.heads, options.kv_heads), head_dim=options.head_dim, layout=options.layout,
     )  # fmt: skip
-    q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
-    call = passes(lambda: ra.attention(q, k, v, plan), (q, k, v), dout)["forward+backward"]
+    call = attention_passes(options, plan)["forward+backward"]
     ms = median_ms(call, options.repeats, options.warmup)
     held = memory.held(options.device)
     call()

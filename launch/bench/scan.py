@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 import ringattn as ra
-from ringattn.launch.bench import Row, over_ranks
+from ringattn.launch.bench import Row, linear, over_ranks
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
-from ringattn.launch.bench.timing import dtype_on, median_ms, passes
+from ringattn.launch.bench.timing import median_ms, passes
 from ringattn.launch.words import option
 
 COLUMNS = ["ranks", "tokens", "layout", "scan", "mode", "ms", "floor_ms", "ratio", "MB"]
@@ -52,8 +50,8 @@ def measured(options: Options) -> Iterator[Row]:
         ring=processes_of(options) // options.ulysses, ulysses=options.ulysses, device_type=options.device
     )
     for tokens in options.tokens:
-        alone = calls(options, ra.plan(seq_len=tokens), "auto")
-        floors = {mode: median_ms(call, options.repeats) for mode, call in alone.items()}
+        single = calls(options, ra.plan(seq_len=tokens), "auto")
+        floors = {mode: median_ms(call, options.repeats) for mode, call in single.items()}
         for layout in options.layout:
             plan = folded(ra.plan(mesh, seq_len=tokens * options.ranks, layout=layout), ring)
             for scan in options.scan:
@@ -66,24 +64,17 @@ def measured(options: Options) -> Iterator[Row]:
 
 def calls(options: Options, plan: Any, scan: str) -> dict[str, Callable[[], Any]]:
     """What is timed: one forward pass, and one with its backward, on random data with gates as a layer makes them."""
-    shape = (options.batch, plan.local_len, options.heads)
-    keys = (*shape[:2], options.key_heads or options.heads, options.key_dim)
-    q, k, v, dout = (
-        torch.randn(*sizes, device=options.device, dtype=dtype_on(options.device))
-        for sizes in (keys, keys, (*shape, options.value_dim), (*shape, options.value_dim))
-    )
-    beta = None
-    if options.rule == "delta":
-        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-        beta = torch.rand(*shape, device=options.device)
-    gates = {"channel": (*shape, options.key_dim), "head": shape, "none": None}[options.gate]
-    g = None if gates is None else torch.nn.functional.logsigmoid(torch.randn(*gates, device=options.device)) / 16
-    leaves = [x.requires_grad_() for x in (q, k, v, g, beta) if x is not None]
+    case = linear.Case(
+        plan.local_len, options.batch, options.heads, options.key_dim, options.value_dim, options.gate,
+        beta=options.rule == "delta", key_heads=options.key_heads,
+    )  # fmt: skip
+    given = linear.inputs(case, linear.Options(device=options.device, gate_dtype="float32"))
+    q, k, v, g, beta = leaves = given.leaves
 
     def attend() -> Any:
         return ra.linear_attention(q, k, v, g, plan, beta=beta, scan=scan, kernel=options.kernel, check=False)
 
-    return passes(attend, leaves, dout)
+    return passes(attend, [x for x in leaves if x is not None], given.dout)
 
 
 def sent(plan: Any) -> int:

@@ -123,8 +123,8 @@ def trace(ranks: Sequence[Sequence[Span]]) -> dict[str, Any]:
             events.append({"ph": "M", "pid": r, "tid": i, "name": "thread_name", "args": {"name": lane}})
     for r, spans in enumerate(ranks):
         for s in spans:
-            place = {"pid": r, "tid": lanes.index(s.lane), "ts": s.start - zero, "dur": s.length}
-            events.append({"ph": "X", "name": s.name, "cat": s.lane, **place})
+            when = {"pid": r, "tid": lanes.index(s.lane), "ts": s.start - zero, "dur": s.length}
+            events.append({"ph": "X", "name": s.name, "cat": s.lane, **when})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

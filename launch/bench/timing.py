@@ -43,6 +43,12 @@ def passes(attend: Callable[[], Any], leaves: Sequence[Any], dout: Any) -> dict[
     }
 
 
+def attention_passes(options: Any, plan: Any, **asked: Any) -> dict[str, Callable[[], Any]]:
+    """The passes of attention by a plan, on random data of this rank."""
+    q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
+    return passes(lambda: ra.attention(q, k, v, plan, **asked), (q, k, v), dout)
+
+
 def meet() -> None:
     """A barrier of all ranks, if there are several, after their devices have finished."""
     finish()

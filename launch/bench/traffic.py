@@ -22,19 +22,8 @@ from ringattn.schedule import Schedule
 
 LONG_TAIL = "log-normal documents"
 
-COLUMNS = [
-    "strategy",
-    "route",
-    "ring",
-    "ulysses",
-    "layout",
-    "mask",
-    "forward",
-    "backward",
-    "scheduled",
-    "whole",
-    "forward_mb",
-]
+COLUMNS = ["strategy", "route", "ring", "ulysses", "layout", "mask", "forward", "backward", "scheduled", "whole",
+           "forward_mb"]  # fmt: skip
 
 
 @dataclass

@@ -85,9 +85,14 @@ def measured(device: str, repeats: int) -> Machine:
     own = tuple(r / 1e12 for r in rate)
     rates = {**base.rates, ("bfloat16" if device == "cuda" else "float32"): (own[0], own[1])}
     chip = chip_here(device) or ""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    arch: tuple[int, ...] = ()
+    if device == "cuda":
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        arch = torch.cuda.get_device_capability()
     return base.replace(
         name=f"{chip or 'CPU'} of {platform.node()}", chip=chip, rates=rates, products=product / 1e12, bandwidth=copy,
-        start=start, memory=float(memory_here(device)), arch=arch_here(device),
+        start=start, memory=float(memory), arch=arch,
         source="measured by ringattn calibrate, but for the links",
     )  # fmt: skip
 
@@ -116,8 +121,8 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    first, place = rank // among * among, rank % among
-    after, before = first + (place + shift) % among, first + (place - shift) % among
+    first, index = rank // among * among, rank % among
+    after, before = first + (index + shift) % among, first + (index - shift) % among
 
     def moved(nbytes: int) -> float:
         out = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -142,18 +147,3 @@ def timed(call: Callable[[], Any], repeats: int) -> float:
     from ringattn.launch.bench.timing import median_ms
 
     return median_ms(call, repeats, warmup=1) / 1e3
-
-
-def memory_here(device: str) -> int:
-    """Bytes of this GPU, or of this machine."""
-    import torch
-
-    if device == "cuda":
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def arch_here(device: str) -> tuple[int, ...]:
-    import torch
-
-    return torch.cuda.get_device_capability() if device == "cuda" else ()

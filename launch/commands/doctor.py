@@ -113,7 +113,7 @@ def package(name: str, needed: bool, remedy: str = "", module: str = "") -> Find
     except Exception as error:
         return Finding("bad", name, f"cannot be imported: {type(error).__name__}: {error}", f"reinstall {name}")
     oldest = OLDEST.get(name)
-    if oldest and tuple(int(part) for part in version.split(".")[:2]) < oldest:
+    if oldest and tuple(int(number) for number in version.split(".")[:2]) < oldest:
         wanted = ".".join(map(str, oldest))
         return Finding(state, name, f"{version} is too old", f"pip install '{name}>={wanted}'")
     return Finding("ok", name, version)

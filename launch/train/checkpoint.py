@@ -72,17 +72,17 @@ class Checkpoints:
         if self.copied is not None:
             torch.cuda.set_device(self.copied.device)  # this thread's, which would else take the first GPU
             self.copied.synchronize()
-        part, whole = self.folder / f"{name_of(step)}.part", self.folder / name_of(step)
+        unfinished, whole = self.folder / f"{name_of(step)}.part", self.folder / name_of(step)
         rank, ranks = dist.get_rank(), dist.get_world_size()
         try:
-            self.together(partial(self.begin, part) if rank == 0 else lambda: None)
-            parts = self.together(lambda: stored.write_part(part, rank, ranks, self.index, self.copies))
+            self.together(partial(self.begin, unfinished) if rank == 0 else lambda: None)
+            files = self.together(lambda: stored.write_part(unfinished, rank, ranks, self.index, self.copies))
             if rank == 0:
-                stored.write_state(part, {**state, "tensors": self.index, "parts": parts})
-                self.publish(part, whole)
+                stored.write_state(unfinished, {**state, "tensors": self.index, "parts": files})
+                self.publish(unfinished, whole)
         except Exception as error:
             if rank == 0:
-                shutil.rmtree(part, ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
             if lost.of_transport(error):
                 raise ConnectionError(f"could not save step {step}: {lost.who_is_missing(str(error))}") from error
             raise OSError(f"could not save step {step} in {self.where(str(error))}") from error
@@ -100,19 +100,19 @@ class Checkpoints:
                 raise OSError(problem)
         return [result for result, _ in everyone]
 
-    def begin(self, part: Path) -> None:
+    def begin(self, unfinished: Path) -> None:
         """An empty folder to write into. The run's own folder is not made again if it was deleted."""
         if not self.folder.parent.is_dir():
             raise FileNotFoundError(f"{self.folder.parent} was deleted or moved while the run wrote to it")
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         self.folder.mkdir(exist_ok=True)
-        part.mkdir()
+        unfinished.mkdir()
 
-    def publish(self, part: Path, whole: Path) -> None:
+    def publish(self, unfinished: Path, whole: Path) -> None:
         """Give a checkpoint its name, once all of it is on the disk, and delete those that are too many."""
-        stored.durable_names(part)
+        stored.durable_names(unfinished)
         shutil.rmtree(whole, ignore_errors=True)
-        part.rename(whole)
+        unfinished.rename(whole)
         stored.durable_names(self.folder)
         for old in [p for p in complete(self.folder) if p.name <= whole.name][: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)

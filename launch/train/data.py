@@ -221,8 +221,8 @@ def sample(corpus: Corpus, most: int) -> np.ndarray:
     """At most `most` tokens, in 16 evenly spaced pieces."""
     count = min(len(corpus), most) // 16
     gaps = (len(corpus) - count) // 15
-    pieces = [corpus.read(i * gaps, count) for i in range(16)] if count else [corpus.read(0, len(corpus))]
-    return np.concatenate(pieces)
+    blocks = [corpus.read(i * gaps, count) for i in range(16)] if count else [corpus.read(0, len(corpus))]
+    return np.concatenate(blocks)
 
 
 def checksum(corpus: Corpus) -> int:

@@ -111,12 +111,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         positions = None
         if plan is not None:
-            _ = (
-                plan.local_len,
-                plan.padded,
-                plan.keys.local_len,
-                plan.keys.padded,
-            )  # a compiled block cannot compute them
+            for each in (plan, plan.keys):
+                _ = each.local_len, each.padded  # a compiled block cannot compute them
             positions = plan.positions().to(tokens_BT.device)
         x = self.embed(tokens_BT)
         for block in self.blocks:

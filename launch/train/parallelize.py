@@ -46,13 +46,13 @@ def build(
     """
     with torch.device("meta"):
         decoder = Decoder(model, recompute)
-    for name, part in parts(decoder):
-        part.to_empty(device=device, recurse=name != "")
-        initialise(part, name, seed, model.layers, (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size()))
-        if compile and isinstance(part, Block):
-            part.compile(fullgraph=True)
+    for name, module in parts(decoder):
+        module.to_empty(device=device, recurse=name != "")
+        initialise(module, name, seed, model.layers, (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size()))
+        if compile and isinstance(module, Block):
+            module.compile(fullgraph=True)
         if mesh is not None:
-            shard(part, mesh, precision)
+            shard(module, mesh, precision)
     return decoder
 
 
@@ -66,16 +66,16 @@ def parts(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
 
 
 @torch.no_grad()
-def initialise(part: nn.Module, name: str, seed: int, layers: int, shard: tuple[int, int]) -> None:
+def initialise(module: nn.Module, name: str, seed: int, layers: int, shard: tuple[int, int]) -> None:
     """Norms 1, biases 0; matrices normal with deviation 1 / sqrt(inputs), over sqrt(2 layers) where they end a residual
     branch; the embedding 0.5; the head such that the logits have 0.22 at any width, and the first guess is even.
 
     Drawn on the CPU from a stream of each weight's own, so that no sharding, device or order changes them; and only the
     rows that rank `shard[0]` of `shard[1]` keeps.
     """
-    if not name or next(part.parameters()).is_meta:  # no weights to draw
+    if not name or next(module.parameters()).is_meta:  # no weights to draw
         return
-    for own, weight in part.named_parameters():
+    for own, weight in module.named_parameters():
         if weight.dim() == 1:
             weight.fill_(0.0 if own.endswith("bias") else 1.0)
             continue
@@ -104,12 +104,12 @@ def normal(name: str, begin: int, end: int, size: int = 2**16) -> Tensor:
     return drawn[begin - low * size : end - low * size]
 
 
-def shard(part: nn.Module, mesh: Any, precision: str) -> None:
+def shard(module: nn.Module, mesh: Any, precision: str) -> None:
     """FSDP2 over all ranks. Gradients are summed, never averaged: each rank's loss is its share of the mean."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     low = torch.bfloat16 if precision == "bfloat16" else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(part, mesh=mesh, mp_policy=policy)
-    part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    part.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    module.set_gradient_divide_factor(1.0)  # type: ignore[operator]

@@ -157,9 +157,9 @@ def check(options: Options) -> None:
     """A ValueError for options that do not go together, or not with this machine."""
     if options.backend == "jax" and (options.kernel != "auto" or options.device != "cpu" or options.model):
         raise ValueError("backend=jax runs on jax's own devices with their kernel; leave out kernel=, device=, model=")
-    known = dict.fromkeys(kernel.name for kernel in (*kernels.TABLE, *linear.TABLE))
-    if options.kernel not in ("auto", *known):
-        raise ValueError(f"kernel={options.kernel!r}: choose one of auto, {', '.join(known)}")
+    every = dict.fromkeys(kernel.name for kernel in (*kernels.TABLE, *linear.TABLE))
+    if options.kernel not in ("auto", *every):
+        raise ValueError(f"kernel={options.kernel!r}: choose one of auto, {', '.join(every)}")
     if options.count > processes.MOST:
         raise ValueError(f"ranks={options.ranks}: on this machine there can be 1 to {processes.MOST}")
     if options.backend == "nccl" and options.device != "cuda":
@@ -198,8 +198,8 @@ def placed(ranks: int) -> Iterator[Case]:
     """Every feature on every strategy and layout of every ring x ulysses that makes this many ranks."""
     for ulysses in (u for u in range(1, ranks + 1) if ranks % u == 0):
         ring = ranks // ulysses
-        places = [("ulysses", "contiguous")] if ring == 1 else [(s, x) for s in ("ring", "gather") for x in MAKERS]
-        for strategy, layout in places:
+        ways = [("ulysses", "contiguous")] if ring == 1 else [(s, x) for s in ("ring", "gather") for x in MAKERS]
+        for strategy, layout in ways:
             for case in FEATURES:
                 if case.crossed and layout == "balanced":
                     continue
@@ -212,42 +212,28 @@ def everyone(options: Options, started: bool) -> list[Sequence[dict[str, Any]]]:
     if started:
         by_rank = messages.gather(one_process(options))
     elif options.backend in ("threads", "jax"):
-        one = threads if options.backend == "threads" else on_devices
-        return [one(options, case) for case in chosen(options)]
+        return [here(options, case) for case in chosen(options)]
     else:
         by_rank = processes.run(one_process, options.count, options, backend=options.backend, timeout=options.timeout)
     return list(zip(*by_rank, strict=True))
 
 
-def threads(options: Options, case: AnyCase) -> list[dict[str, Any]]:
-    """One case with all ranks in this process, on one device."""
+def here(options: Options, case: AnyCase) -> list[dict[str, Any]]:
+    """One case in this process: all ranks on one device, or JAX's devices, whose results are whole."""
 
-    def one(mesh: Any) -> dict[str, Any]:
+    def one_rank(mesh: Any) -> dict[str, Any]:
         mesh.device_type = options.device
         return one_case(options, case, mesh)
 
-    KINDS[type(case)].known(case, options.precision)  # once, before every thread wants it
     try:
-        return local.run(one, ring=case.ring, ulysses=case.ulysses)
+        truth = KINDS[type(case)].known(case, options.precision)  # once, before every thread wants it
+        if options.backend == "threads":
+            return local.run(one_rank, ring=case.ring, ulysses=case.ulysses)
+        from ringattn.launch.verify import devices
+
+        return [{"errors": devices.errors(case, truth, options.kernel), "share": None}]
     except Exception as error:
         if options.random:  # the next calls may be right, and this one is to be repeated
-            return [{"broken": f"{type(error).__name__}: {error}"}]
-        raise
-
-
-def on_devices(options: Options, case: AnyCase) -> list[dict[str, Any]]:
-    """One case on JAX arrays; its results are whole."""
-    from ringattn.launch.verify import devices
-
-    try:
-        return [
-            {
-                "errors": devices.errors(case, KINDS[type(case)].known(case, options.precision), options.kernel),
-                "share": None,
-            }
-        ]
-    except Exception as error:
-        if options.random:
             return [{"broken": f"{type(error).__name__}: {error}"}]
         raise
 
@@ -255,18 +241,18 @@ def on_devices(options: Options, case: AnyCase) -> list[dict[str, Any]]:
 def one_process(options: Options) -> list[dict[str, Any]]:
     """This rank's part of every case, in a process group that exists."""
     meshes: dict[tuple[int, int], Any] = {}
-    found = []
+    results = []
     for case in chosen(options):
         at = (case.ring, case.ulysses)
         if at not in meshes:
             meshes[at] = init_mesh(ring=case.ring, ulysses=case.ulysses, device_type=options.device)
         try:
-            found.append(one_case(options, case, meshes[at]))
+            results.append(one_case(options, case, meshes[at]))
         except Exception as error:
             if isinstance(case, drawn.Call):  # the other ranks wait: name the call, and end
                 raise RuntimeError(f"{repeat(options, case.seed)}: {type(error).__name__}: {error}") from error
             raise
-    return found
+    return results
 
 
 def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
@@ -283,16 +269,16 @@ def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
     return {"errors": errors, "share": None if share is None else share.double().tolist()}
 
 
-def outcome(options: Options, case: AnyCase, found: Sequence[dict[str, Any]]) -> Outcome:
+def outcome(options: Options, case: AnyCase, results: Sequence[dict[str, Any]]) -> Outcome:
     """A case's worst error over the ranks; the gradient of what is the same on all is the sum of their shares."""
     kind = KINDS[type(case)]
     truth = kind.known(case, options.precision)
     for why in ("refused", "broken"):
-        if texts := [one[why] for one in found if why in one]:
+        if texts := [each[why] for each in results if why in each]:
             return Outcome(case, {}, truth.limits, **{why: texts[0]})
-    by_rank = [one["errors"] for one in found]
-    if found[0]["share"] is not None:
-        total = torch.tensor([one["share"] for one in found], dtype=torch.float64).sum(0)
+    by_rank = [each["errors"] for each in results]
+    if results[0]["share"] is not None:
+        total = torch.tensor([each["share"] for each in results], dtype=torch.float64).sum(0)
         by_rank.append(kind.shared(total, truth))
     names = dict.fromkeys(name for errors in by_rank for name in errors)
     return Outcome(case, {n: max(errors[n] for errors in by_rank if n in errors) for n in names}, truth.limits)

@@ -141,18 +141,18 @@ def masked(r: random.Random, case: Case) -> Case:
         width = min(map(len, rows))
         parents = [[r.randint(-1, i - 1) for i in range(width)] for _ in rows]
         rows = [row[:width] for row in rows]
-        found: dict[str, Any] = {"lengths": rows, "parents": parents}
+        packed: dict[str, Any] = {"lengths": rows, "parents": parents}
     else:
         prefix = [[r.choice([0, r.randint(0, n)]) for n in row] for row in rows]
         spans = [list(between(r, *row)) for row in zip(rows, prefix, strict=True)]
-        found = {"lengths": rows, "prefix": prefix, "spans": spans}
-    return replace(plain, **({n: x[0] for n, x in found.items()} if len(rows) < case.batch else found))
+        packed = {"lengths": rows, "prefix": prefix, "spans": spans}
+    return replace(plain, **({n: x[0] for n, x in packed.items()} if len(rows) < case.batch else packed))
 
 
 def pieces(r: random.Random, total: int) -> list[int]:
     """Lengths of one document or a few, none of them empty."""
-    cuts = sorted({total, *(r.randint(1, total) for _ in range(r.randint(0, 6)))})
-    return [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
+    ends = sorted({total, *(r.randint(1, total) for _ in range(r.randint(0, 6)))})
+    return [b - a for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def bounds_of(lengths: list[int]) -> list[tuple[int, int]]:
@@ -187,12 +187,12 @@ def spec_of(r: random.Random, full: bool = False) -> AttentionSpec:
 
 def lengths_of(r: random.Random, rows: int, count: int, total: int) -> Any:
     """The same number of documents in each row, some of them empty, with padding behind them in some."""
-    found = []
+    every = []
     for _ in range(rows):
-        cuts = sorted(r.choice([r.randint(0, total), r.randint(0, min(total, 4))]) for _ in range(count))
-        cuts[-1] = total if r.random() < 0.6 else cuts[-1]
-        found.append([b - a for a, b in zip([0, *cuts], cuts, strict=False)])
-    return found[0] if rows == 1 else found
+        ends = sorted(r.choice([r.randint(0, total), r.randint(0, min(total, 4))]) for _ in range(count))
+        ends[-1] = total if r.random() < 0.6 else ends[-1]
+        every.append([b - a for a, b in zip([0, *ends], ends, strict=False)])
+    return every[0] if rows == 1 else every
 
 
 def powers_of(r: random.Random, case: Case, dtype: torch.dtype, wild: tuple[str, ...] = ()) -> dict[str, float]:
@@ -207,18 +207,18 @@ def powers_of(r: random.Random, case: Case, dtype: torch.dtype, wild: tuple[str,
 
 def choices_of(r: random.Random, case: Case) -> dict[str, Any]:
     """How keys travel: further words for the plan."""
-    found: dict[str, Any] = {}
+    choices: dict[str, Any] = {}
     if case.strategy == "ring" and case.ring > 1:
         hosts = [n for n in range(2, case.ring + 1) if case.ring % n == 0]
-        found["route"] = r.choice(["auto", "direct", "relay", "levels"])
-        if found["route"] == "levels":
-            found["hosts"] = r.choice(hosts)
-        if found["route"] in ("direct", "levels"):
-            found["together"] = r.choice([None, 1, 2, 3])
+        choices["route"] = r.choice(["auto", "direct", "relay", "levels"])
+        if choices["route"] == "levels":
+            choices["hosts"] = r.choice(hosts)
+        if choices["route"] in ("direct", "levels"):
+            choices["together"] = r.choice([None, 1, 2, 3])
     if (case.strategy == "gather" or case.ulysses > 1) and r.random() < 0.3:
         here = max(1, math.lcm(case.kv_heads, case.ulysses) // case.ulysses)
-        found["groups"] = r.choice([n for n in range(1, here + 1) if here % n == 0])
-    return found
+        choices["groups"] = r.choice([n for n in range(1, here + 1) if here % n == 0])
+    return choices
 
 
 def cached(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dtype, kernel: str, device: str) -> Call:
@@ -288,7 +288,7 @@ def given_to(call: Call) -> dict[str, Any]:
     g = torch.Generator().manual_seed(call.seed)
     if isinstance(call.case, linear_oracle.Case):
         exact = torch.float64 if call.dtype == torch.float64 else torch.float32
-        found: dict[str, Any] = {"g": None, "beta": None}
+        given: dict[str, Any] = {"g": None, "beta": None}
         for name, shape in call.shapes.items():
             x = torch.randn(shape, generator=g, dtype=torch.float64)
             if name == "g":
@@ -300,21 +300,21 @@ def given_to(call: Call) -> dict[str, Any]:
             elif name == "k" and call.case.beta:  # of length 1 or shorter
                 x = x / x.norm(dim=-1, keepdim=True).clamp(min=shape[-1] ** 0.5)
             in_float32 = name in ("g", "beta", "state", "dend")
-            found[name] = (x * 10 ** call.powers[name]).to(exact if in_float32 else call.dtype)
+            given[name] = (x * 10 ** call.powers[name]).to(exact if in_float32 else call.dtype)
         if call.case.beta and call.seed % 4 == 0:  # longer, where no step enlarges the state: beta |k|^2 <= 2
-            beta = found["beta"].unflatten(-1, (call.shapes["k"][2], -1)).amax(-1)
+            beta = given["beta"].unflatten(-1, (call.shapes["k"][2], -1)).amax(-1)
             longest = 0.99 * (2 / beta.double().clamp(min=0.1)).sqrt()[..., None]
-            found["k"] = (found["k"].double() * longest.clamp(min=1.0)).to(call.dtype)
-        return found
-    found = oracle.inputs(call.case, torch.float64, call.seed)
-    for name, x in found.items():
+            given["k"] = (given["k"].double() * longest.clamp(min=1.0)).to(call.dtype)
+        return given
+    given = oracle.inputs(call.case, torch.float64, call.seed)
+    for name, x in given.items():
         x = x.double() * 10 ** call.powers[name]
         if name in call.wild:
             x *= 10 ** (6 * torch.rand(x.shape[:2], generator=g, dtype=torch.float64) - 3).reshape(
                 *x.shape[:2], *[1] * (x.dim() - 2)
             )
-        found[name] = x.float() if name == "dlse" else x.to(call.dtype)
-    return {n: x for n, x in found.items() if n not in ("dout", "dlse") or n in call.grads}
+        given[name] = x.float() if name == "dlse" else x.to(call.dtype)
+    return {n: x for n, x in given.items() if n not in ("dout", "dlse") or n in call.grads}
 
 
 @lru_cache(maxsize=64)
@@ -341,16 +341,16 @@ def check(call: Call, mesh: Any, given: dict[str, Any], truth: Known, kernel: st
     if isinstance(case, linear_oracle.Case):
         docs = linear_oracle.docs_of(case.lengths, case.seq_len)
         how = {"layout": case.layout, "scan": case.strategy, "kernel": call.kernel}
-        found, share, plan = linear_oracle.run(mesh, given, docs, **how)
-        errors = {}
-        for name, x in found.items():
-            want = [t.to(x.device) for t in (exact[name], allowed[name])]
-            errors[name] = rounding.over(x, *(want if name == "end" else (oracle.local(t, plan, 0.0) for t in want)))
-        return errors, share
+        results, share, plan = linear_oracle.run(mesh, given, docs, **how)
+        limits = (exact, allowed)
+        return {
+            name: rounding.over(x, *(linear_oracle.own_part(name, of[name].to(x.device), plan) for of in limits))
+            for name, x in results.items()
+        }, share
     if call.steps:
         return {"out": story(call, case, mesh, given, exact, allowed)}, None
-    found = oracle.run(case, mesh, given, call.kernel, **call.choices)
-    return rounding.locally(case, mesh, found, exact, allowed), found.get("dsinks")
+    outputs = oracle.run(case, mesh, given, call.kernel, **call.choices)
+    return rounding.locally(case, mesh, outputs, exact, allowed), outputs.get("dsinks")
 
 
 def shared(total: Tensor, truth: Known) -> dict[str, float]:

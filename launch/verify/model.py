@@ -197,8 +197,8 @@ def draw(options: Any, model: Any) -> Batch:
     padding = config.vocab_size if config.pad_token_id is None else config.pad_token_id
     tokens = torch.randint(0, config.vocab_size - (padding < config.vocab_size), (1, T), generator=g)
     tokens += tokens >= padding
-    cuts = sorted((torch.randperm(T - 1, generator=g)[: max(0, options.docs - 1)] + 1).tolist())
-    return Batch(tokens.to(options.device), [b - a for a, b in zip([0, *cuts], [*cuts, T], strict=True)])
+    ends = sorted((torch.randperm(T - 1, generator=g)[: max(0, options.docs - 1)] + 1).tolist())
+    return Batch(tokens.to(options.device), [b - a for a, b in zip([0, *ends], [*ends, T], strict=True)])
 
 
 def alone(model: Any, batch: Batch) -> Found:

@@ -86,12 +86,12 @@ def of_lengths(
     q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int, int], key_docs: Docs | None = None
 ) -> str | None:
     """q and k have the right number of tokens: those of a rank, or in JAX outside of shard_map those of all ranks."""
-    for name, x, part, length in (("q", q, plan, held[0]), ("k", k, plan.keys, held[1])):
+    for name, x, own, length in (("q", q, plan, held[0]), ("k", k, plan.keys, held[1])):
         if x.shape[1] != length:
-            uncut = x.shape[1] == part.seq_len
-            remedy = "pass plan.shard(x)" if uncut else f"use plan.for_length(n) for another length than {part.seq_len}"
-            holder = "a rank of this plan holds" if length == part.local_len else "this plan's order has"
-            problem = f"{name} has {x.shape[1]} tokens, {holder} {length} ({part}); {remedy}"
+            uncut = x.shape[1] == own.seq_len
+            remedy = "pass plan.shard(x)" if uncut else f"use plan.for_length(n) for another length than {own.seq_len}"
+            holder = "a rank of this plan holds" if length == own.local_len else "this plan's order has"
+            problem = f"{name} has {x.shape[1]} tokens, {holder} {length} ({own}); {remedy}"
             return of_exchanged(q, k, plan) or problem
     placed = spec.causal or spec.window is not None or spec.chunk is not None
     if placed and plan.keys.seq_len != plan.seq_len and key_docs is None:

@@ -34,21 +34,21 @@ def plan_over(
         raise ValueError("this rank is not in the group: make the call on the ranks of the group only")
     if not isinstance(group, (dist.ProcessGroup, DeviceMesh, LocalMesh)):
         raise ValueError(f"group={group!r}: pass a process group, a mesh with an axis {axis!r}, or None for all ranks")
-    known = PLANS.setdefault(group, {}).setdefault((device, layout, strategy, axis), {})
-    if not known:
+    plans = PLANS.setdefault(group, {}).setdefault((device, layout, strategy, axis), {})
+    if not plans:
         mesh = group
         if isinstance(group, dist.ProcessGroup):
             mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(axis,))
-        known[0] = choosing.plan(mesh, seq_len=1, layout=layout, strategy=strategy)  # keeps the axes
+        plans[0] = choosing.plan(mesh, seq_len=1, layout=layout, strategy=strategy)  # keeps the axes
     lengths = local_len, local_len if local_keys is None else local_keys
     kind = (*lengths, cut)
-    if kind not in known:
-        if len(known) > MOST:
-            del known[list(known)[1]]
-        ranks = known[0].ring * known[0].ulysses
-        whole = known[0].for_length(lengths[0] * ranks, key_len=lengths[1] * ranks)
-        known[kind] = whole if cut is None else whole.for_docs(cut)
-    plan: Plan = known[kind]
+    if kind not in plans:
+        if len(plans) > MOST:
+            del plans[list(plans)[1]]
+        ranks = plans[0].ring * plans[0].ulysses
+        whole = plans[0].for_length(lengths[0] * ranks, key_len=lengths[1] * ranks)
+        plans[kind] = whole if cut is None else whole.for_docs(cut)
+    plan: Plan = plans[kind]
     if (plan.local_len, plan.keys.local_len) != lengths:
         raise ValueError(f"{local_len} tokens a rank: {layout} needs an even number, two parts of the same length")
     return plan

@@ -202,7 +202,7 @@ def llama3(
     numbers, docs = PREPARED.get(cu_seqlens_q, (None, None))
     if docs is None or numbers != on_host(cu_seqlens_q):  # changed or copied: the ranks exchange their documents
         starts = [local_k_slice.start + start for start in on_host(cu_seqlens_k)[:-1]]
-        everyone = {start for one in plan.ring_axis.exchange_words(starts) for start in one}
+        everyone = {start for each in plan.ring_axis.exchange_words(starts) for start in each}
         docs = Docs.from_cu_seqlens([*sorted(everyone), plan.seq_len])
     return packed(q, k, v, plan, spec, docs, options)
 

@@ -194,7 +194,7 @@ class LongContextAttentionQKVPacked(nn.Module):
 
 def check(attn_type: Any, attn_processor: Any = None, scatter_idx: int = 2, gather_idx: int = 1) -> None:
     """A ValueError that names what is not supported."""
-    kind, exact = getattr(attn_type, "value", attn_type), [one.value for one in AttnType if "sage" not in one.value]
+    kind, exact = getattr(attn_type, "value", attn_type), [each.value for each in AttnType if "sage" not in each.value]
     if kind not in exact:
         raise ValueError(f"attn_type={kind!r}: attention is exact here; use one of {', '.join(exact)}")
     if attn_processor is not None:

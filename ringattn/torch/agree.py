@@ -120,7 +120,7 @@ def compare(everyone: dict[Place, Words]) -> None:
             if words.get(name, "nothing") != expected:
                 others.setdefault(words.get(name, "nothing"), []).append(place)
         if others:
-            all_found = [f"{named(places)} has {found}" for found, places in others.items()]
+            all_found = [f"{named(places)} has {value}" for value, places in others.items()]
             lines.append(", ".join([f"{name}: {named([first])} has {expected}", *all_found]))
     if lines:
         raise ValueError("the ranks do not make the same call: " + "; ".join(lines))

@@ -64,7 +64,8 @@ class Call:
 
     def ready(self, pass_: recipes.Pass) -> Bound:
         spec, step = self.recipe.mask.spec, pass_.alone
-        kernel = score_with(pass_.kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
+        families = any(s.where is not None and s.where.also for round_ in pass_.rounds for s in round_.steps)
+        kernel = score_with(pass_.kernel, spec.scale_for(self.shape.head_dim), spec.softcap, families)
         return Bound(pass_.rounds, kernel, step.where if step else None)
 
     def __str__(self) -> str:
@@ -90,19 +91,19 @@ def bind(
 
     Where exchanging words is cheap, the ranks compare every call.
     """
-    found = plan
+    its_plan = plan
     try:
         spec = CAUSAL if spec is None else spec
-        found = whole_on_one(q, k) if plan is None else plan
-        key = key_of(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse)
-        call = found.calls.get(key)
+        its_plan = whole_on_one(q, k) if plan is None else plan
+        key = key_of(q, k, v, its_plan, spec, docs, key_docs, sinks, gradients, return_lse)
+        call = its_plan.calls.get(key)
         if call is not None and (forward_ad._current_level < 0 or not check.have_tangents(q, k, v, sinks)):
             if call.words is not None:
-                agree.agree(found, call.words)
+                agree.agree(its_plan, call.words)
             return call
     except (AttributeError, TypeError, IndexError):
         key = None  # not tensors, or not a plan: the checks report it
-    return make(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse, key)
+    return make(q, k, v, its_plan, spec, docs, key_docs, sinks, gradients, return_lse, key)
 
 
 def make(

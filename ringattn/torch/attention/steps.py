@@ -99,8 +99,9 @@ def on_device(seen: tuple[Any, ...], device: torch.device) -> Intervals:
 
 
 @lru_cache(maxsize=1024)
-def score_with(entry: kernels.Kernel, scale: float, softcap: float | None) -> Score:
-    kernel: TorchKernel = over_families(entry.load())
+def score_with(entry: kernels.Kernel, scale: float, softcap: float | None, families: bool = True) -> Score:
+    """The kernel of a call; with `families` its steps may see several families of intervals."""
+    kernel: TorchKernel = over_families(entry.load()) if families else entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
     return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given))
 
