@@ -76,16 +76,16 @@ def test_every_token_is_on_one_rank_and_ranks_hold_equally_many(layout):
 
 
 LENGTHS = [16, 0, 47, 8, 1, 19]
-BALANCED = Case("balanced", seq_len=96, lengths=[*LENGTHS, 5], cut=[*LENGTHS, 5], layout="balanced")
+BALANCED = Case("balanced", seq_len=96, lengths=[*LENGTHS, 5], dealt=[*LENGTHS, 5], layout="balanced")
 WINDOW = AttentionSpec(window=13, softcap=3.0)
 CASES = [
     (BALANCED, {}),
-    (replace(BALANCED, sinks=True, lengths=LENGTHS, cut=LENGTHS), {"kernel": "tiled"}),
+    (replace(BALANCED, sinks=True, lengths=LENGTHS, dealt=LENGTHS), {"kernel": "tiled"}),
     (replace(BALANCED, spec=WINDOW, sinks=True, strategy="gather"), {}),
     (replace(BALANCED, spec=FULL, kv_heads=4), {"together": 2}),
     (replace(BALANCED, spec=WINDOW, kv_heads=4), {"route": "relay", "hosts": 4}),
-    (replace(BALANCED, seq_len=97, lengths=[90], cut=[90]), {"route": "levels", "hosts": 2}),
-    (replace(BALANCED, seq_len=3, lengths=[3], cut=[3]), {}),  # fewer tokens than ranks
+    (replace(BALANCED, seq_len=97, lengths=[90], dealt=[90]), {"route": "levels", "hosts": 2}),
+    (replace(BALANCED, seq_len=3, lengths=[3], dealt=[3]), {}),  # fewer tokens than ranks
     (replace(BALANCED, ring=2, ulysses=2, spec=WINDOW, sinks=True), {}),
     (replace(BALANCED, ring=2, ulysses=2, strategy="gather"), {}),
     (replace(BALANCED, ring=2, ulysses=2, lengths=[[50, 46], [3, 93]]), {}),  # other documents than are dealt

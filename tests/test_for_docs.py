@@ -27,13 +27,13 @@ parts = st.lists(st.integers(0, 3), min_size=1, max_size=9).filter(any)
 names = st.sampled_from(["contiguous", "zigzag"])
 
 
-def cut(name, ring, ulysses, lengths, tail=0):
+def layout_of(name, ring, ulysses, lengths, tail=0):
     unit = 2 * ring * ulysses
     docs = Docs.from_lengths([unit * n for n in lengths], pad_to=unit * (sum(lengths) + tail))
     return Layout(name, docs.length, ring, ulysses, docs)
 
 
-layouts = st.builds(cut, names, st.integers(1, 4), st.integers(1, 3), parts, st.integers(0, 1))
+layouts = st.builds(layout_of, names, st.integers(1, 4), st.integers(1, 3), parts, st.integers(0, 1))
 
 
 @given(layouts)
@@ -70,7 +70,7 @@ def test_blocks_meet_exactly_where_something_is_seen(layout, causal, window, pac
 
 
 LENGTHS = [16, 0, 48, 8, 16]
-CUT = Case("cut", seq_len=96, lengths=LENGTHS, cut=LENGTHS)
+CUT = Case("cut", seq_len=96, lengths=LENGTHS, dealt=LENGTHS)
 WINDOW = AttentionSpec(window=13, softcap=3.0)
 CASES = [
     (CUT, {}),
@@ -79,12 +79,15 @@ CASES = [
     (replace(CUT, spec=FULL, kv_heads=4), {"together": 2}),
     (replace(CUT, spec=WINDOW, kv_heads=4), {"route": "relay", "hosts": 4}),
     (replace(CUT, ring=1, ulysses=4, strategy="ulysses", sinks=True), {}),
-    (replace(CUT, ring=1, ulysses=4, strategy="ulysses", cut=[96], lengths=None), {}),
+    (replace(CUT, ring=1, ulysses=4, strategy="ulysses", dealt=[96], lengths=None), {}),
     (replace(CUT, ring=1, ulysses=4, strategy="ulysses", heads=8, kv_heads=8), {"groups": 2}),
     (replace(CUT, ring=2, ulysses=2, spec=WINDOW, sinks=True), {}),
     (replace(CUT, ring=2, ulysses=2, strategy="gather", layout="contiguous"), {}),
-    (replace(CUT, ring=2, ulysses=2, lengths=[50, 30], cut=[16, 64]), {}),  # other documents than are cut, and padding
-    (replace(CUT, ring=2, ulysses=2, lengths=[[50, 46], [3, 93]], cut=[96]), {}),  # and other ones in every row
+    (
+        replace(CUT, ring=2, ulysses=2, lengths=[50, 30], dealt=[16, 64]),
+        {},
+    ),  # other documents than are cut, and padding
+    (replace(CUT, ring=2, ulysses=2, lengths=[[50, 46], [3, 93]], dealt=[96]), {}),  # and other ones in every row
 ]
 
 

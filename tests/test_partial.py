@@ -43,9 +43,9 @@ def close(a, b):
 
 
 @pytest.mark.parametrize("size", [1.0, 10.0, 50.0, 500.0])
-@pytest.mark.parametrize("cut", [0, 1, 5, 12])
-def test_merging_two_blocks_is_attention_over_both(cut, size):
-    a, b = attention_over(slice(0, cut), size=size), attention_over(slice(cut, 12), size=size)
+@pytest.mark.parametrize("at", [0, 1, 5, 12])
+def test_merging_two_blocks_is_attention_over_both(at, size):
+    a, b = attention_over(slice(0, at), size=size), attention_over(slice(at, 12), size=size)
     whole = attention_over(slice(0, 12), size=size)
     close(merge(a, b), whole)
     close(merge(b, a), whole)

@@ -280,7 +280,7 @@ def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strateg
     batch = [samples.train(0), samples.train(1)]
 
     def one_rank(mesh):
-        plan, plans = ra.plan(mesh, seq_len=48, heads=(4, 2), head_dim=8), []
+        plan, plans = ra.plan(mesh, seq_len=48, heads=(4, 2), head_dim=8, layout=strategy.layout), []
 
         def decoder(inputs, plan, docs, labels_BT):
             plans.append(plan)

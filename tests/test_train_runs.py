@@ -125,11 +125,11 @@ def test_all_attempts_of_torchrun_began_when_the_first_one_did(tmp_path):
 def test_a_log_of_steps_without_a_checkpoint_is_kept(tmp_path, capsys):
     log = tmp_path / "metrics.jsonl"
     log.write_text('{"kind": "step", "step": 1}\n')
-    metrics.cut(log, 0)
+    metrics.forget_after(log, 0)
     assert log.read_text() == "" and metrics.read(tmp_path / "metrics.jsonl.aside") == [{"kind": "step", "step": 1}]
     said = f"{tmp_path} has no checkpoint to go on from, so this begins anew; the log of before is {log}.aside\n"
     assert capsys.readouterr().err == said
-    metrics.cut(log, 0)
+    metrics.forget_after(log, 0)
     assert capsys.readouterr().err == "" and metrics.read(tmp_path / "metrics.jsonl.aside")
 
 
@@ -143,7 +143,7 @@ def test_a_torn_or_foreign_line_in_the_log_is_left_out(tmp_path):
     again.write({"kind": "step", "step": 2})
     again.close()
     assert [row["step"] for row in metrics.read(log)] == [1, 2]
-    metrics.cut(log, 1)
+    metrics.forget_after(log, 1)
     assert log.read_text() == json.dumps(good) + "\n"
 
 
@@ -314,7 +314,7 @@ def test_a_disk_that_is_full_at_the_start_is_an_error_with_its_file(tmp_path):
         trainer.save_config(job)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
     with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or use folder=PATH"):
-        metrics.cut(tmp_path / "metrics.jsonl", 1)
+        metrics.forget_after(tmp_path / "metrics.jsonl", 1)
 
 
 def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):

@@ -194,13 +194,13 @@ def test_gates_in_float32_have_a_finer_gradient_than_16_bits(decay: float) -> No
 def cut_off(dot: Any) -> Any:
     """The interpreter's product as tensor cores compute it in tf32: the last 13 bits of a factor are not there."""
 
-    def cut(x: Any) -> Any:
+    def in_tf32(x: Any) -> Any:
         bits = np.ascontiguousarray(x.data).view(np.uint32) & np.uint32(0xFFFFE000)
         return TensorHandle(bits.view(np.float32), x.dtype)
 
     def dot_of_cut(self: Any, a: Any, b: Any, acc: Any, precision: Any, most: Any) -> Any:
         tf32 = precision == INPUT_PRECISION.TF32 and a.data.dtype == np.float32
-        return dot(self, *((cut(a), cut(b)) if tf32 else (a, b)), acc, precision, most)
+        return dot(self, *((in_tf32(a), in_tf32(b)) if tf32 else (a, b)), acc, precision, most)
 
     return dot_of_cut
 

@@ -62,16 +62,16 @@ class Sample(NamedTuple):
     """A sequence and the token after it, [seq_len + 1]; and where documents other than the first one begin in it."""
 
     tokens: np.ndarray
-    cuts: np.ndarray
+    starts: np.ndarray
 
     def lengths(self, count: int) -> list[int]:
         """The documents' parts among the first `count` tokens."""
-        return np.diff([0, *self.cuts[self.cuts < count], count]).tolist()
+        return np.diff([0, *self.starts[self.starts < count], count]).tolist()
 
     def predicted(self, count: int) -> np.ndarray:
         """Whether each of `count` tokens predicts its successor: not if another document begins there."""
         inside = np.ones(count, bool)
-        inside[self.cuts[self.cuts <= count] - 1] = False
+        inside[self.starts[self.starts <= count] - 1] = False
         return inside
 
 

@@ -241,7 +241,7 @@ def writing(path: Path | str) -> Iterator[None]:
         raise OSError(f"could not write {path} ({error.strerror}); free space, or use folder=PATH") from None
 
 
-def cut(path: Path, step: int) -> None:
+def forget_after(path: Path, step: int) -> None:
     """Remove the rows that will be written again after `step`: later steps, and measurements made at the end.
 
     If that is all rows, because there is no checkpoint, the file is renamed instead.

@@ -87,7 +87,7 @@ def train(job: Job, stop: Stop) -> bool:
     checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
     resume(job, checkpoints)
     if rank0 and job.step < config.steps:
-        metrics.cut(job.folder / "metrics.jsonl", job.step)
+        metrics.forget_after(job.folder / "metrics.jsonl", job.step)
     log = metrics.Log(job.folder, config) if rank0 else None
     try:
         begun = job.step

@@ -30,7 +30,7 @@ class Case:
     lengths: Any = None  # of packed documents
     key_lengths: Any = None
     sinks: bool = False
-    cut: Any = None  # lengths of documents that the plan lays out; see laid_out
+    dealt: Any = None  # lengths of documents that the plan lays out; see laid_out
     prefix: Any = None  # of each document
     spans: Any = None
     parents: Any = None  # of the documents, as segments of trees
@@ -77,8 +77,8 @@ class Case:
     @property
     def laid_out(self) -> Docs | None:
         """The documents that the plan lays out; in the balanced layout all that are alike in every row."""
-        if self.cut is not None:
-            return Docs.from_lengths(self.cut, pad_to=self.seq_len)
+        if self.dealt is not None:
+            return Docs.from_lengths(self.dealt, pad_to=self.seq_len)
         docs = self.mask or self.docs
         return docs.first if self.layout == "balanced" and docs is not None else None
 

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn import kernels
+from ringattn.choosing import factored
 from ringattn.comms import local, messages
 from ringattn.comms.mesh import init_mesh
 from ringattn.kernels import linear
@@ -196,8 +197,7 @@ def chosen(options: Options) -> list[AnyCase]:
 
 def placed(ranks: int) -> Iterator[Case]:
     """Every feature on every strategy and layout of every ring x ulysses that makes this many ranks."""
-    for ulysses in (u for u in range(1, ranks + 1) if ranks % u == 0):
-        ring = ranks // ulysses
+    for ring, ulysses in factored(ranks):
         ways = [("ulysses", "contiguous")] if ring == 1 else [(s, x) for s in ("ring", "gather") for x in MAKERS]
         for strategy, layout in ways:
             for case in FEATURES:

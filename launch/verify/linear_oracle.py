@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ringattn as ra
+from ringattn.choosing import factored
 from ringattn.kernels.linear import TABLE as TABLE
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import recurrent
@@ -93,8 +94,7 @@ def shared(total: Tensor, truth: Known) -> dict[str, float]:
 
 def placed(ranks: int) -> Iterator[Case]:
     """Every feature on every layout of every ring x ulysses that makes this many ranks, by every way of its states."""
-    for ulysses in (u for u in range(1, ranks + 1) if ranks % u == 0):
-        ring = ranks // ulysses
+    for ring, ulysses in factored(ranks):
         ways = [*product(("contiguous", "zigzag")[: min(ring, 2)], WAYS), ("balanced", "auto")][: 3 if ring == 1 else 7]
         for (layout, way), case in product(ways, FEATURES):
             yield replace(case, ring=ring, ulysses=ulysses, layout=layout, strategy=way)
