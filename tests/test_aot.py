@@ -124,6 +124,27 @@ def test_a_caches_programs_write_it_in_place_and_send_something():
         ra.aot_report("v6e:2x4", plan, cache=65536, linear="delta")
 
 
+@needs_compiler
+@pytest.mark.compile
+@pytest.mark.parametrize(("topology", "rule"), [("v6e:2x4", "gated"), ("v5e:2x4", "delta")])
+def test_linear_attention_of_grouped_heads_sends_states(topology, rule):
+    plan = ra.Plan(2048, 8, 1, "ring", "contiguous", heads=(4, 2), head_dim=128)
+    found = ra.aot_report(topology, plan, linear=rule)
+    state = 4 * 128 * 128 * 4  # of a device: a state for each head of values
+    assert found.forward.sent == 7 * state and found.backward.sent == 14 * state, str(found)
+    assert found.forward.order[0] == "map_kernel" and found.forward.order[-1] == "outputs_kernel"
+    assert {"gated": "gated linear attention", "delta": "the delta rule"}[rule] in str(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [(["window=4096"], "no mask but documents"), (["blocks=512x512"], "are of the attention kernel")],
+)
+def test_linear_attention_refuses_what_is_of_attention(words, problem, capsys):
+    assert main(["aot", "linear=gated", *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
 @lru_cache(maxsize=8)
 def report(topology, layout, ring, a_device=512):
     return ra.aot_report(topology, ra.Plan(ring * a_device, ring, 1, "ring", layout, heads=(2, 1), head_dim=128))

@@ -2,6 +2,7 @@
 
     ringattn aot topology=v6e:2x4 ring=8 seq_len=131072 heads=32 kv_heads=8
     ringattn aot topology=v5e:2x4 ring=4 ulysses=2 layout=striped window=4096 blocks=1024x1024,2048x2048
+    ringattn aot topology=v5e:2x4 ring=8 linear=delta heads=32 kv_heads=16
 
 Needs libtpu (pip install 'ringattn[tpu]'). Devices beyond ring x ulysses form a data axis.
 """
@@ -22,8 +23,8 @@ class Options:
     ulysses: int = option(1, "devices along the Ulysses axis")
     strategy: str = option("ring", "ring, gather or ulysses")
     layout: str = option("zigzag", "contiguous, striped or zigzag")
-    heads: int = option(32, "query heads")
-    kv_heads: int = option(8, "key and value heads")
+    heads: int = option(32, "query heads; of linear attention the heads of values, states and gates")
+    kv_heads: int = option(8, "key and value heads; of linear attention those of queries and keys")
     head_dim: int = option(128, "the size of a head")
     value_dim: int | None = option(None, "the size of a value; by default head_dim")
     batch: int = option(1, "sequences of each ring")
@@ -32,7 +33,9 @@ class Options:
     window: int | None = option(None, "how many keys a query sees at most")
     softcap: float | None = option(None, "the soft cap of scores")
     docs: list[int] = option([], "the lengths of packed documents, known to the program: 40000,20000,5536")
-    linear: str | None = option(None, "linear attention instead, with kv_heads gates: gated or delta")
+    linear: str | None = option(
+        None, "linear attention instead, with a gate a head: gated, or delta for the delta rule"
+    )
     cache: int | None = option(None, "prefill of seq_len tokens and decode of one instead, with a cache of so many")
     blocks: list[str] = option([], "also try these blocks of queries x keys, one by one: 512x512,1024x2048")
     text: str | None = option(None, "also write both scheduled programs, to PATH.forward and so on, by their names")
@@ -49,6 +52,8 @@ def run(options: Options) -> int:
     spec = AttentionSpec(options.causal, options.window, softcap=options.softcap)
     docs = Docs.from_lengths(options.docs, pad_to=options.seq_len) if options.docs else None
     sizes = [pair(word) for word in options.blocks]
+    if sizes and options.linear:
+        raise ValueError(f"blocks={','.join(options.blocks)} are of the attention kernel; leave out blocks or linear")
     try:
         report = aot.aot_report(
             options.topology, plan, spec=spec, docs=docs, batch=options.batch, dtype=options.dtype,

@@ -99,6 +99,7 @@ class Report:
     topology: str
     plan: Plan
     programs: tuple[Program, Program]
+    what: str = "attention"
 
     @property
     def forward(self) -> Program:
@@ -110,7 +111,7 @@ class Report:
 
     def __str__(self) -> str:
         devices = self.plan.ring_axis.mesh.devices
-        head = f"{self.topology}: {devices.size} x {devices.flat[0].device_kind}\n{self.plan}"
+        head = f"{self.topology}: {devices.size} x {devices.flat[0].device_kind}, {self.what}\n{self.plan}"
         return "\n".join(map(str, (head, *self.programs)))
 
 
@@ -124,23 +125,29 @@ def aot_report(
 ) -> Report:  # fmt: skip
     """Compile `plan` (made with heads= and head_dim=) for a topology such as "v6e:2x4"; needs libtpu, but no TPU.
 
-    Documents are known at compile time. `linear` compiles linear attention with a gate a head: "gated" or "delta".
-    `cache` compiles prefill of the plan's tokens, and decode of one, with a cache of so many tokens.
+    Documents are known at compile time. `linear` compiles linear attention, "gated" or with the "delta" rule: the
+    plan's heads=(value, key) are those of values, states and gates, and those of queries and keys. `cache` compiles
+    prefill of the plan's tokens, and decode of one, with a cache of so many tokens.
     """
     if plan.heads is None or plan.head_dim is None:
         raise ValueError("the plan does not say what is computed; make it with heads=(query, key) and head_dim")
-    bound = place(topology, plan)
     if linear not in (None, "gated", "delta"):
         raise ValueError(f"linear={linear!r}: choose gated or delta, or leave it out for attention")
+    if linear and spec not in (None, AttentionSpec()):
+        raise ValueError(f"linear={linear!r} has no mask but documents, and no softcap; leave out {spec}")
+    bound = place(topology, plan)
     batch *= bound.ring_axis.mesh.shape["data"]
     if cache is not None:
         if linear or docs is not None:
             raise ValueError(f"cache={cache} is of attention, without documents; leave out linear and docs")
-        return Report(topology, bound, of_cache(bound, cache, batch, dtype, spec))
+        return Report(topology, bound, of_cache(bound, cache, batch, dtype, spec), f"a cache of {cache} tokens")
     shapes = shapes_of(bound, batch)
+    if linear:
+        values, keys = plan.heads
+        shapes = tuple((*x[:2], n, x[3]) for x, n in zip(shapes, (keys, keys, values), strict=True))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    if linear:  # gates, and what is written
-        arrays += [jax.ShapeDtypeStruct((*shapes[2][:2], plan.heads[1]), "float32")] * (1 + (linear == "delta"))
+    if linear:  # a gate a head, and the delta rule's beta
+        arrays += [jax.ShapeDtypeStruct(shapes[2][:3], "float32")] * (1 + (linear == "delta"))
     args = on_mesh(bound, arrays)
 
     def forward(q: Any, k: Any, v: Any, *gates: Any) -> Any:
@@ -154,7 +161,8 @@ def aot_report(
 
     cotangents = tuple(on_mesh(bound, jax.eval_shape(forward, *args)))
     programs = compiled("forward", forward, args), compiled("backward", backward, [tuple(args), cotangents])
-    return Report(topology, bound, programs)
+    what = {"gated": "gated linear attention", "delta": "the delta rule"}.get(linear or "", "attention")
+    return Report(topology, bound, programs, what)
 
 
 def of_cache(plan: Plan, tokens: int, batch: int, dtype: str, spec: AttentionSpec | None) -> tuple[Program, Program]:
