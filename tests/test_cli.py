@@ -287,12 +287,24 @@ def test_random_calls_pass(capsys):
     }
 
 
-def test_random_calls_on_jax_devices_pass(capsys):
+@pytest.mark.parametrize(
+    ("kind", "call"), [("attention", "attention"), ("linear", "linear_attention"), ("cache", "prefill")]
+)
+def test_random_calls_on_jax_devices_pass_and_fail_where_out_is_off(kind, call, capsys, monkeypatch):
     """300 of each kind: ringattn verify backend=jax random=300 cases=kind=attention (kind=cache, kind=linear)."""
     pytest.importorskip("jax")
-    for kind in ("attention", "linear", "cache"):
-        assert words.main(["verify", "backend=jax", "random=2", f"cases=kind={kind}", "seed=60"]) == 0
-        assert "2 of 2 random calls pass" in capsys.readouterr().out
+    line = ["verify", "backend=jax", f"cases=kind={kind}", "seed=60"]
+    assert words.main([*line, "random=2"]) == 0
+    assert "2 of 2 random calls pass" in capsys.readouterr().out
+
+    def off(*given, **named):
+        out, other = exact(*given, **named)
+        return out * (1 + 1e-5), other
+
+    exact = getattr(ra, call)
+    monkeypatch.setattr(ra, call, off)
+    assert words.main([*line, "random=1"]) == 1
+    assert "norm is off by" in capsys.readouterr().out
 
 
 def test_a_random_call_that_fails_is_repeated_by_the_line_it_prints(capsys, monkeypatch):

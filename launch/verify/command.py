@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
@@ -107,7 +108,7 @@ class Outcome:
 def run(options: Options) -> int:
     """Run the cases and print each strategy's and layout's worst errors; 0 if every one is within its limit."""
     if options.backend == "jax":
-        os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # of a CPU, before jax starts
+        os.environ.setdefault("XLA_FLAGS", xla_flags())  # before jax starts
         options = replace(options, dtype=options.precision)
     check(options)
     if options.model is not None:
@@ -141,6 +142,16 @@ def joined(options: Options) -> Options:
         os.environ.setdefault(processes.SHARING, "1")
     dist.init_process_group(backend)
     return replace(options, ranks=dist.get_world_size(), backend=backend)
+
+
+def xla_flags() -> str:
+    """8 devices of a CPU, whose programs run once or twice: compiling them well takes longer than running them."""
+    flags = ["--xla_force_host_platform_device_count=8"]
+    if not torch.cuda.is_available():
+        flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+        if version("jaxlib").startswith("0.10."):  # later ones have no such flag, and end
+            flags.append("--xla_cpu_use_fusion_emitters=false")
+    return " ".join(flags)
 
 
 def check(options: Options) -> None:

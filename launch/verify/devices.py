@@ -8,6 +8,7 @@ is the worst error of a whole result over 5e-6.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -137,6 +138,17 @@ def linear(case: linear_oracle.Case, plan: Any, kernel: str) -> Program:
     return results
 
 
+@partial(jax.jit, static_argnums=0)
+def sharded(plan: Any, *whole: jax.Array) -> tuple[jax.Array, ...]:
+    """One program, where a call of each operation would compile it alone."""
+    return tuple(map(plan.shard, whole))
+
+
+@partial(jax.jit, static_argnums=0)
+def unsharded(plan: Any, x: jax.Array) -> Any:
+    return plan.unshard(x)
+
+
 def pieces(call: drawn.Call, mesh: Any) -> Program:
     """A cache filled and read piece by piece: the out of each token that was asked for, the last one where twice."""
     case, steps = call.case, call.steps
@@ -151,20 +163,21 @@ def pieces(call: drawn.Call, mesh: Any) -> Program:
         )  # fmt: skip
         also: Given = {"spec": case.spec, "sinks": given["sinks"].astype(given["q"].dtype) if case.sinks else None}
         rows, whole = np.arange(case.batch)[:, None], np.zeros(given["q"].shape[:3] + given["v"].shape[3:])
+        tokens = [np.array(given[name]) for name in "qkv"]  # whose pieces need no program to be cut
         asked = np.zeros(whole.shape[:2], bool)
         for do, n, how in steps:
             if do == "back":
                 cache = cache.truncate(list(n))
                 continue
             at = np.array(cache.lengths)[:, None] + np.arange(n)
-            q, k, v = (given[name][rows, at] for name in "qkv")
+            q, k, v = (jnp.asarray(x[rows, at]) for x in tokens)
             if do == "decode":
                 out, cache = ra.decode(q, k, v, cache, **also, **how)
             else:
                 chunk = plan.for_length(n)
-                q, k, v = map(chunk.shard, (q, k, v))
+                q, k, v = sharded(chunk, q, k, v)
                 out, cache = ra.prefill(q, k, v, chunk, cache, **also, **how)
-                out = chunk.unshard(out)
+                out = unsharded(chunk, out)
             whole[rows, at], asked[rows, at] = np.array(out, np.float64), True
         return {"out": whole, "asked": asked}
 
