@@ -13,7 +13,7 @@ from ringattn.launch import processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.spec import AttentionSpec
-from tests.training import alone
+from tests.training import one_process
 
 T, LENGTHS = 48, [16, 24, 8]  # multiples of twice the ranks
 
@@ -296,7 +296,7 @@ def test_compiled():
         a = compat.llama3_flash_attn_prepare_cu_seqlens(cu, True, 0, 1)
         return y + compat.llama3_flash_attn_varlen_func(*3 * [y[0]], *a[:4], 1, a[4], causal=True)
 
-    with alone():
+    with one_process():
         result = torch.compile(model, backend="aot_eager")(x)
         torch.testing.assert_close(result, model(x))
         torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (result, model(x))))

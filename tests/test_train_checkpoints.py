@@ -22,7 +22,7 @@ from ringattn.conf.schema import Train
 from ringattn.launch.train import checkpoint, metrics, stored, torchrun
 from ringattn.launch.train import start as train
 from ringattn.launch.train.trainer import work
-from tests.training import TINY, alone, made, over
+from tests.training import TINY, made, one_process, over
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_a_run_folder_that_is_deleted_while_it_trains_is_noticed(tmp_path):
     log = metrics.Log(run, TINY)
     log.write({"kind": "step", "step": 1})
     layer, optimizer = small()
-    with alone():
+    with one_process():
         checkpoints = checkpoint.Checkpoints(run, 2, None)
         shutil.rmtree(run)
         with pytest.raises(OSError, match=r"run/metrics\.jsonl was deleted or moved"):
@@ -287,7 +287,7 @@ def test_a_run_folder_that_is_deleted_while_it_trains_is_noticed(tmp_path):
 def test_a_disk_without_room_is_an_error_of_its_file_and_nothing_half_written_stays(room, tmp_path):
     """A limit on the size of files stands for the disk: of the pieces, of the index, or of all."""
     layer, optimizer = small()
-    with alone():
+    with one_process():
         checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
         log = metrics.Log(tmp_path, TINY)
         with at_most(room):
@@ -325,7 +325,7 @@ def test_what_is_saved_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", lambda file: did.append(os.readlink(f"/proc/self/fd/{file}")) or sync(file))
     monkeypatch.setattr(Path, "rename", lambda self, to: did.append(f"{self.name} -> {to.name}") or rename(self, to))
     layer, optimizer = small()
-    with alone():
+    with one_process():
         checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
         checkpoints.save(1, layer, optimizer, {"model": {}, "sequences": 1})
         checkpoints.finish()

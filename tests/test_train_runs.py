@@ -24,7 +24,7 @@ from ringattn.launch.processes import RankError
 from ringattn.launch.train import checkpoint, metrics, report, stored, torchrun, trainer
 from ringattn.launch.train import start as train
 from ringattn.launch.train.trainer import work
-from tests.training import SOURCES, TINY, alone, losses, made, over
+from tests.training import SOURCES, TINY, losses, made, one_process, over
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_a_run_goes_on_from_what_was_named_until_it_has_saved_and_what_is_newer_
         return job.step
 
     first = str(tmp_path / "step-00000001")
-    with alone():
+    with one_process():
         assert goes_on(first, 2.0) == 1
         assert capsys.readouterr().err.endswith(
             "\nset aside what is newer, as NAME.aside: step-00000002, step-00000003\n"
@@ -118,7 +118,7 @@ def test_a_run_goes_on_from_what_was_named_until_it_has_saved_and_what_is_newer_
 
 def test_all_attempts_of_torchrun_began_when_the_first_one_did(tmp_path):
     config = dataclasses.replace(TINY, folder=str(tmp_path), run="run")
-    with alone():
+    with one_process():
         assert [train.shared(config, began) for began in (1.5, 2.5)] == [(tmp_path / "run", 1.5)] * 2
 
 
@@ -216,7 +216,7 @@ def test_a_run_that_goes_on_has_one_line_a_step(tmp_path):
 
 
 def test_a_comparison_that_is_stopped_is_reported_and_saves_nothing(tmp_path, monkeypatch, capsys):
-    beside = train.alone(dataclasses.replace(TINY, save_every=1))
+    beside = train.on_one_rank(dataclasses.replace(TINY, save_every=1))
     summary = torchrun.local(stopped_at_once, 1, "cpu", train.resolved(beside, 1), str(tmp_path))[0]
     assert summary["stopped"] and (tmp_path / "metrics.jsonl").exists() and report.checkpoints_of(tmp_path) == []
 
@@ -276,7 +276,7 @@ def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
     checkpoint.start_moments(optimizer)
     may, write = threading.Event(), stored.write_part
     monkeypatch.setattr(stored, "write_part", lambda *args: may.wait() and write(*args))
-    with alone():
+    with one_process():
         checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
         checkpoints.save(1, layer, optimizer, {"model": {}, "sequences": 2})
         where = {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
@@ -310,7 +310,7 @@ def test_a_disk_that_is_full_at_the_start_is_an_error_with_its_file(tmp_path):
     for name in ("config.json", "metrics.jsonl.part"):
         (tmp_path / name).symlink_to("/dev/full")
     job = SimpleNamespace(config=dataclasses.replace(TINY, keep=0), folder=tmp_path, plan="")
-    with alone(), pytest.raises(OSError, match=r"could not write .*config\.json \(.*\)"):
+    with one_process(), pytest.raises(OSError, match=r"could not write .*config\.json \(.*\)"):
         trainer.save_config(job)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
     with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or use folder=PATH"):

@@ -57,7 +57,7 @@ def made(folder: Path, step: int, **state) -> Path:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def one_process() -> Iterator[None]:
     """A process group of one rank."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

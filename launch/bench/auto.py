@@ -23,7 +23,7 @@ from ringattn.comms.local import run as run_ranks
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.total import in_dtype
 from ringattn.launch.bench import Row, contest, peers
-from ringattn.launch.bench import kernels as alone
+from ringattn.launch.bench import kernels as bench_kernels
 from ringattn.launch.bench.contest import Passes, distance, peak_gib
 from ringattn.launch.bench.kernels import Case, useful_flops
 from ringattn.launch.bench.peers import Inputs, heads_first
@@ -33,7 +33,7 @@ from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import problem_of
 
 CASES = {
-    **{name: case for name, case in alone.CASES.items() if case.kind == "attention"},
+    **{name: case for name, case in bench_kernels.CASES.items() if case.kind == "attention"},
     "full_16k_d64": Case("full", 16384, dim=64),
     "docs_64k_d64": Case("docs", 65536, dim=64),
     "causal_16k_d256": Case("causal", 16384, dim=256),
@@ -76,7 +76,7 @@ def run(options: Options) -> Iterator[Row]:
 def drawn(case: Case, options: Options, *heads: int) -> Inputs:
     """The inputs of `bench kernels`, with these heads or those of the options."""
     query, key = heads or (options.heads, options.kv_heads)
-    return alone.inputs(case, alone.Options(device=options.device, heads=query, kv_heads=key))
+    return bench_kernels.inputs(case, bench_kernels.Options(device=options.device, heads=query, kv_heads=key))
 
 
 def attention(case: Case, options: Options) -> list[Row]:
@@ -195,7 +195,7 @@ def host(case: Case, options: Options) -> list[Row]:
 def ring8(case: Case, options: Options) -> list[Row]:
     """Distances from float64 on one device, and those of a ring of 8 ranks, threads on this device, over them."""
     given = drawn(case, options, 8, 2)
-    truth = alone.exact(given)
+    truth = bench_kernels.exact(given)
     results = "out", "dq", "dk", "dv"
     shape: dict[str, Any] = {"seq_len": case.tokens, "heads": (8, 2), "head_dim": case.dim}
 

@@ -130,7 +130,7 @@ def off(case: Case, options: Options) -> list[Row]:
         return dict(zip(NAMES, (passes["forward"](), *passes["backward"]()), strict=True))
 
     exact: list[Any] = [t.double() if torch.is_tensor(t) else t for t in given.x]
-    truth = results(alone(chunkwise, Given(Inputs(*exact), given.dout.double(), None)))
+    truth = results(of_kernel(chunkwise, Given(Inputs(*exact), given.dout.double(), None)))
     rows = contest.side_by_side(options.impls, lambda name: [contest.errors(results(CONTESTANTS[name](given)), truth)])
     return contest.with_error_ratios(rows, "fla", "of_fla", NAMES)
 
@@ -161,7 +161,7 @@ def inputs(case: Case, options: Options) -> Given:
     return Given(Inputs(q.to(dtype), k.to(dtype), v, g, beta, None, case.key_dim**-0.5), dout, docs)
 
 
-def alone(kernels: Any, given: Given) -> Passes:
+def of_kernel(kernels: Any, given: Given) -> Passes:
     """Forward, and backward from what the forward saved, as one device runs the four functions of a kernel."""
     if given.docs is not None:
         raise NotImplementedError("the kernels alone are timed without documents")
@@ -174,7 +174,7 @@ def alone(kernels: Any, given: Given) -> Passes:
 
 
 def of_table(name: str) -> Callable[[Given], Passes]:
-    return lambda given: alone(next(kernel for kernel in TABLE if kernel.name == name).load(), given)
+    return lambda given: of_kernel(next(kernel for kernel in TABLE if kernel.name == name).load(), given)
 
 
 def op(given: Given, **options: Any) -> Passes:

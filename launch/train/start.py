@@ -136,7 +136,7 @@ def compared(config: Train, folder: Path) -> dict[str, Path]:
     """The same training on one rank, by its name; nothing if it was stopped, which is reported."""
     echo("the same on one rank:")
     try:
-        summary = trained(alone(config), folder, time.time())
+        summary = trained(on_one_rank(config), folder, time.time())
     except torchrun.Stopped:
         summary = {"stopped": True, "step": 0}
     if summary["stopped"]:
@@ -205,7 +205,7 @@ def resolved(config: Train, ranks: int | None) -> Train:
     return dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks)
 
 
-def alone(config: Train) -> Train:
+def on_one_rank(config: Train) -> Train:
     """The same training, the same batches, on one rank; no checkpoint is made, also when it is stopped."""
     strategy = Strategy(ring=1, kernel=config.strategy.kernel, recompute=config.strategy.recompute)
     batch = config.batch * config.strategy.data

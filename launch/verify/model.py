@@ -136,8 +136,8 @@ def run(options: Any) -> int:
     print(f"{type(model).__name__}{weights}: {batch.tokens.shape[1]} tokens, {packed}{where}", file=sys.stderr)
     refuse_model(model, type(model).__name__)
     with Precise():
-        exact = alone(precise(model), batch)
-    own = alone(deepcopy(model), batch)
+        exact = on_one_rank(precise(model), batch)
+    own = on_one_rank(deepcopy(model), batch)
     spread = over_ranks(options, model, batch)
     rows, losses = compared(exact, own, spread), (abs(spread.loss - exact.loss), abs(own.loss - exact.loss))
     print("\n".join(report(rows, losses, spread.loss, own.loss, where, time.perf_counter() - begun)))
@@ -201,7 +201,7 @@ def draw(options: Any, model: Any) -> Batch:
     return Batch(tokens.to(options.device), [b - a for a, b in zip([0, *ends], [*ends, T], strict=True)])
 
 
-def alone(model: Any, batch: Batch) -> Found:
+def on_one_rank(model: Any, batch: Batch) -> Found:
     """The model itself on one rank: each document by itself."""
     parts = []
     for tokens in batch.tokens.split(batch.lengths, 1):
