@@ -344,7 +344,8 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import jax.numpy as jnp, numpy as np
 import ringattn as ra, ringattn.jax as rj
 
-plan = ra.plan(rj.init_mesh(ring=2, ulysses=2), seq_len=30, heads=(4, 2), head_dim=8, strategy="ring")
+how = {"strategy": "ring", "layout": "zigzag"}
+plan = ra.plan(rj.init_mesh(ring=2, ulysses=2), seq_len=30, heads=(4, 2), head_dim=8, **how)
 rng = np.random.default_rng(0)
 x = [rng.normal(size=(2, 30, h, 8)).astype(np.float32) for h in (4, 2, 2)]
 
