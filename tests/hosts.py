@@ -162,7 +162,7 @@ def inexact(hosts: int) -> list[str]:
 
 def candidates(ranks: int) -> Iterator[Row]:
     """The rows of all settings, with the time of the slowest rank, on the machine as calibrated just now."""
-    machines = [calibrate.linked(calibrate.measured("cpu", 3), "cpu", 2)]
+    machines = [calibrate.linked(calibrate.measured("cpu", 3), "cpu", 5)]
     dist.broadcast_object_list(machines)  # the same on every rank
     options = plans.Options(ranks=ranks, settings=SETTINGS, head_dim=32, within=2.5, seconds=1.5, device="cpu")
     for row in plans.measured(options, machines[0]):

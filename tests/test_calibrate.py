@@ -7,6 +7,7 @@ from ringattn import machine
 from ringattn.choosing import elsewhere
 from ringattn.comms import process_group
 from ringattn.launch import words
+from ringattn.launch.bench import timing
 from ringattn.launch.commands import calibrate
 from ringattn.launch.processes import run
 
@@ -40,7 +41,7 @@ def test_links_are_measured_among_ranks():
 
 def two_hosts():
     process_group.hosts_of = lambda group: 2
-    calibrate.timed = lambda call, repeats: 1.0
+    timing.median_ms = lambda call, repeats, warmup: 1000.0
     return calibrate.linked(machine.load("cpu"), "cpu", 1)
 
 
