@@ -79,9 +79,7 @@ class Rates(NamedTuple):
     backward: float
     narrow: bool = False
     kernel: str = ""
-    by_keys: tuple[tuple[float, float], tuple[float, float]] | None = (
-        None  # the same with few and with many keys a query
-    )
+    by_keys: tuple[tuple[float, float], tuple[float, float]] | None = None  # with few and with many keys a query
 
     def of(self, back: bool, spec: AttentionSpec, keys: float) -> float:
         """That of queries which see so many keys; with a window between the rates of few and of many."""

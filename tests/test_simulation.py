@@ -95,6 +95,6 @@ def test_the_command_draws_the_timeline_and_says_from_what_length_far_ranks_pay(
     picture = tmp_path / "timeline.svg"
     argv = ["machine=internet", "ranks=2", "pays=true", "slow=rank0:0.8", f"picture={picture}"]
     assert words.main(["simulate", *argv]) == 0
-    said = capsys.readouterr().out
-    assert "2 ranks pay from " in said and "is the last" in said and "they cost" in said
+    printed = capsys.readouterr().out
+    assert "2 ranks pay from " in printed and "is the last" in printed and "they cost" in printed
     assert picture.read_text().startswith("<svg") and picture.read_text().count("<rect") > 2
