@@ -273,8 +273,8 @@ class Plan(Value):
         """The number of groups of heads in which a call's exchanges run."""
         if self.transport.groups is not None:
             return self.transport.groups
-        if self.framework == "jax":
-            return 1  # its compiler waits for an exchange
+        if self.framework == "jax" and self.device != "tpu":
+            return 1  # the compilers for others wait for an exchange
         kv_heads = kv_heads_of_a_rank(shape.kv_heads, self.ulysses)
         link = self.link if self.strategy == "gather" else self.machine.inside
         return groups_of(shape, self.exchanged(shape), self.ring * self.ulysses, kv_heads, self.machine, link)

@@ -157,7 +157,8 @@ def aot_report(
         return attention(q, k, v, bound, spec=spec, docs=docs, return_lse=True)
 
     def backward(given: Any, cotangents: Any) -> Any:
-        return jax.vjp(forward, *given)[1](cotangents)
+        results, pull = jax.vjp(forward, *given)
+        return pull(jax.lax.optimization_barrier((results, cotangents))[1])  # as behind a loss: else both passes mix
 
     cotangents = tuple(on_mesh(bound, jax.eval_shape(forward, *args)))
     programs = compiled("forward", forward, args), compiled("backward", backward, [tuple(args), cotangents])
