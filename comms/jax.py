@@ -7,7 +7,7 @@ order with `jax.lax.optimization_barrier`.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
 from typing import Any
@@ -46,6 +46,7 @@ class MeshAxis:
 
     name: str | tuple[str, ...]
     mesh: Mesh | AbstractMesh
+    by_rotations: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,30 +77,36 @@ class MeshAxis:
         places = np.arange(self.size).reshape([axis_size(self.mesh, name) for name in names])
         return names, places.transpose([names.index(name) for name in self.names]).ravel().tolist()
 
-    def all_to_all(self, x: Any, split: int, join: int, rotate: bool = False) -> Done | Rotated:
+    def all_to_all(self, x: Any, split: int, join: int) -> Done | Rotated:
         """Cut `x` into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""
-        if self.rotates(rotate):
+        if self.rotates:
             return self.swapped(self.rows(x, split), lambda blocks: joined(self.by_sender(blocks), join))
         return Done(x if self.size == 1 else lax.all_to_all(x, self.name, split, join, tiled=True))
 
-    def all_gather(self, x: Any, dim: int = 0, rotate: bool = False) -> Done | Rotated:
+    def all_gather(self, x: Any, dim: int = 0) -> Done | Rotated:
         """The `x` of all ranks, joined along `dim` in rank order."""
-        if self.rotates(rotate):
+        if self.rotates:
             return self.swapped([x] * self.size, lambda blocks: joined(self.by_sender(blocks), dim))
         return Done(x if self.size == 1 else lax.all_gather(x, self.name, axis=dim, tiled=True))
 
-    def reduce_scatter(self, x: Any, dim: int = 0, rotate: bool = False) -> Done | Rotated:
+    def reduce_scatter(self, x: Any, dim: int = 0) -> Done | Rotated:
         """The sum of the `x` of all ranks, of which rank i gets piece i along `dim`."""
-        if self.rotates(rotate):
+        if self.rotates:
             return self.swapped(self.rows(x, dim), lambda blocks: reduce(add, blocks))
         return Done(x if self.size == 1 else lax.psum_scatter(x, self.name, scatter_dimension=dim, tiled=True))
 
-    def rotates(self, asked: bool) -> bool:
-        """Whether a collective is made of rotations: XLA hides those behind kernels, but not its own collectives.
+    @property
+    def rotates(self) -> bool:
+        """Whether collectives are made of rotations.
 
-        Where the compiler shards other axes of the mesh, it would also gather whole arrays for its own.
+        Where the compiler shards other axes of the mesh, it would gather whole arrays for its own collectives.
         """
-        return self.size > 1 and (asked or bool(automatic_axes()))
+        return self.size > 1 and (self.by_rotations or bool(automatic_axes()))
+
+    @property
+    def rotating(self) -> "MeshAxis":
+        """The same axis, whose collectives are made of rotations: XLA hides those behind kernels, but not its own."""
+        return replace(self, by_rotations=True)
 
     def rows(self, x: Any, dim: int) -> list[Any]:
         """`x` cut along `dim` into a piece for each rank, by how many ranks ahead it is."""

@@ -29,12 +29,16 @@ from ringattn.kernels.attention.pallas import splash
 from ringattn.kernels.attention.pallas.blocks import USUAL, VMEM, Blocks
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
+from ringattn.machine import of_device
 from ringattn.planning import Plan
 from ringattn.ranks import Ranks
 from ringattn.spec import AttentionSpec, Docs
 
-# Without this option the compiler does not overlap a loop's hops with its kernels.
-COMPILER_OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_all_experimental_scheduler_features": True}
+# Without these options the compiler does not overlap a loop's hops with its kernels, or only five of them at a time.
+COMPILER_OPTIONS: dict[str, str | bool] = {
+    "xla_tpu_enable_all_experimental_scheduler_features": True,
+    "xla_max_concurrent_async_collective_permutes": "256",
+}
 
 NAME = r"%([\w.-]+) = "
 KINDS = r"(collective-permute|all-gather|all-to-all|reduce-scatter|all-reduce|async)"
@@ -157,8 +161,7 @@ def aot_report(
         return attention(q, k, v, bound, spec=spec, docs=docs, return_lse=True)
 
     def backward(given: Any, cotangents: Any) -> Any:
-        results, pull = jax.vjp(forward, *given)
-        return pull(jax.lax.optimization_barrier((results, cotangents))[1])  # as behind a loss: else both passes mix
+        return jax.vjp(forward, *given)[1](cotangents)
 
     cotangents = tuple(on_mesh(bound, jax.eval_shape(forward, *args)))
     programs = compiled("forward", forward, args), compiled("backward", backward, [tuple(args), cotangents])
@@ -203,7 +206,7 @@ def place(topology: str, plan: Plan) -> Plan:
         )
     grid = np.array(devices).reshape(-1, plan.ring, plan.ulysses)
     mesh = Mesh(grid, ("data", "ring", "ulysses"), axis_types=(AxisType.Auto,) * 3)
-    return plan.replace(axes=Ranks(*axes(mesh), "jax", "tpu"))
+    return plan.replace(axes=Ranks(*axes(mesh), "jax", "tpu"), machine=of_device("tpu", devices[0].device_kind))
 
 
 def topology_devices(topology: str) -> list[Any]:

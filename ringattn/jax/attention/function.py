@@ -225,16 +225,16 @@ def in_groups(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tuple[
 
     Backward gets the inputs and the results, and exchanges all of them again: kernels hide it.
     """
-    (*given, sinks), axis = arrays, call.mask.plan.ulysses_axis
+    (*given, sinks), axis = arrays, call.mask.plan.ulysses_axis.rotating
 
     def bring(group: Any) -> list[Any]:
-        return ulysses.enter(of_heads(given, group, groups), axis, rotate=True)
+        return ulysses.enter(of_heads(given, group, groups), axis)
 
     def work(group: Any, here: list[Array]) -> tuple[Any, Any]:
         q, k, v = here
         return attended(call, (q, k, v, sinks_of(sinks, axis, group, groups)), starts, groups), ()
 
-    (out, lse), _ = one_ahead(bring, work, partial(ulysses.leave, axis=axis, rotate=True), groups)
+    (out, lse), _ = one_ahead(bring, work, partial(ulysses.leave, axis=axis), groups)
     return out, lse
 
 
@@ -245,19 +245,19 @@ def in_groups_fwd(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tu
 
 def in_groups_bwd(call: Call, groups: int, saved: tuple[Any, ...], given: tuple[Array, Array]) -> tuple[Arrays, None]:
     (q, k, v, sinks), starts, results = saved
-    axis, mask = call.mask.plan.ulysses_axis, call.mask
+    axis, mask = call.mask.plan.ulysses_axis.rotating, call.mask
     whole, dsinks = rows_of(call, step_of(q, k, v, mask, starts, share=1)[1], q, sinks, results, given)
     sent, form = jax.tree.flatten((q, k, v, whole))
 
     def bring(group: Any) -> list[Any]:
-        return ulysses.enter(of_heads(sent, group, groups), axis, rotate=True)
+        return ulysses.enter(of_heads(sent, group, groups), axis)
 
     def work(group: Any, here: list[Array]) -> tuple[Any, Any]:
         q, k, v, (ready, *rows) = jax.tree.unflatten(form, here)
         step = step_of(q, k, v, mask, starts, share=groups * axis.size)
         return gradients(step, (q, k, v), ready, rows), ()
 
-    (dq, dk, dv), _ = one_ahead(bring, work, partial(ulysses.leave, axis=axis, rotate=True), groups)
+    (dq, dk, dv), _ = one_ahead(bring, work, partial(ulysses.leave, axis=axis), groups)
     return (dq, dk, dv, dsinks), None
 
 

@@ -37,7 +37,7 @@ def gather_backward(
     its own reduce-scatter.
     """
     groups, axis = groups_of(recipe), recipe.plan.ring_axis
-    rotate = groups > 1 or recipe.plan.device == "tpu"
+    axis = axis.rotating if groups > 1 or (recipe.plan.device == "tpu" and axis.size > 1) else axis
 
     def work(group: Any, keys: list[Array]) -> tuple[Any, Any]:
         q_here, rows_here = of_heads((q, rows), group, groups)
@@ -45,7 +45,7 @@ def gather_backward(
         return grads, dq
 
     def send(grads: Any) -> list[Any]:
-        return [axis.reduce_scatter(reordered(x, sight.keys, 1), 1, rotate) for x in grads]
+        return [axis.reduce_scatter(reordered(x, sight.keys, 1), 1) for x in grads]
 
     (dk, dv), dq = one_ahead(partial(arriving, (k, v), recipe), work, send, groups)
     return dq, dk, dv
@@ -59,7 +59,7 @@ def groups_of(recipe: SharedRecipe) -> int:
 def arriving(keys: tuple[Array, Array], recipe: SharedRecipe, group: Any) -> list[Any]:
     """The keys and values of all devices, of one group of heads."""
     groups, axis = groups_of(recipe), recipe.plan.ring_axis
-    return [axis.all_gather(x, 1, rotate=groups > 1) for x in of_heads(keys, group, groups)]
+    return [(axis.rotating if groups > 1 else axis).all_gather(x, 1) for x in of_heads(keys, group, groups)]
 
 
 def in_order(keys: list[Array], sight: Sight) -> list[Array]:

@@ -25,14 +25,14 @@ def ready(q: Array, k: Array, v: Array, axis: MeshAxis, real: Real, real_keys: R
     return cleared(q, real), k, v
 
 
-def enter(arrays: Iterable[Array], axis: MeshAxis, rotate: bool = False) -> list[Any]:
+def enter(arrays: Iterable[Array], axis: MeshAxis) -> list[Any]:
     """[B, T / U, H, ...] of every rank -> [B, T, H / U, ...]."""
-    return [axis.all_to_all(x, 2, 1, rotate) for x in arrays]
+    return [axis.all_to_all(x, 2, 1) for x in arrays]
 
 
-def leave(arrays: Iterable[Array], axis: MeshAxis, rotate: bool = False) -> list[Any]:
+def leave(arrays: Iterable[Array], axis: MeshAxis) -> list[Any]:
     """[B, T, H / U, ...] of every rank -> [B, T / U, H, ...]."""
-    return [axis.all_to_all(x, 1, 2, rotate) for x in arrays]
+    return [axis.all_to_all(x, 1, 2) for x in arrays]
 
 
 def cleared(x: Array, real: Real, fill: float = 0.0) -> Array:
