@@ -15,7 +15,7 @@ from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.machine import load
 from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, keys_at_once, prefill_moves
 from ringattn.torch.inference import call as calls
-from ringattn.torch.inference import chunk, meeting
+from ringattn.torch.inference import chunk, function
 from ringattn.torch.inference.cache import KVCache
 
 H200, CPU = load("h200"), load("cpu")
@@ -56,7 +56,7 @@ def test_the_chunks_own_keys_which_all_are_sent_anyway_do_not_travel_again():
 @pytest.mark.parametrize("sizes", [{"ring": 4}, {"ulysses": 3}, {"ring": 3, "ulysses": 2}], ids=str)
 def test_queries_come_one_by_one_or_together_with_the_same_result(sizes, together, layout, monkeypatch):
     """Rows of different lengths, padded chunks, a window; a rank's queries are a step of their own, or several are."""
-    monkeypatch.setattr(meeting, "queries_at_once", lambda rows: together)
+    monkeypatch.setattr(function, "queries_at_once", lambda rows: together)
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 41, h, d, generator=g) for h, d in ((6, 8), (6, 8), (6, 12)))
     spec = ra.AttentionSpec(window=19)
