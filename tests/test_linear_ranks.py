@@ -414,9 +414,9 @@ def test_one_ranks_bad_gate_is_every_ranks_error():
 
 def test_verify_runs_linear_attention_too(capsys, monkeypatch):
     assert words.main(["verify", "ranks=2", "cases=linear_packed,linear_head"]) == 0
-    said = capsys.readouterr().out
-    assert "20 of 20 cases pass" in said  # 2 features x (3 ways of the states x (2 on the ring + Ulysses) + balanced)
-    assert "end       dq       dk       dv       dg    dbeta   dstate" in said and "dsinks" not in said
+    output = capsys.readouterr().out
+    assert "20 of 20 cases pass" in output  # 2 features x (3 ways of the states x (2 on the ring + Ulysses) + balanced)
+    assert "end       dq       dk       dv       dg    dbeta   dstate" in output and "dsinks" not in output
 
     def off(*args, **how):
         errors, share = exact(*args, **how)
