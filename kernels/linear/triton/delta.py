@@ -1,4 +1,4 @@
-"""The delta rule in Triton: the functions of a `LinearKernel`; without beta, those of gated.py serve.
+"""The delta rule in Triton: the functions of a `LinearKernel`; without beta, that of gated.py serves.
 
 The map of all tokens costs more than the states: its factor has K columns, beside the V columns of a state. So with
 maps=False the scans compute nothing, and the later functions what they need. A long sequence is still cut into segments
@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.linear.maps import Deferred, Gradients, Inputs, Map, Scan, ShapeAndDtype, of_keys, resolve
+from ringattn.kernels.linear.maps import Deferred, Gradients, Inputs, Map, Scan, of_keys, resolve
 from ringattn.kernels.linear.triton import gated
 from ringattn.kernels.linear.triton.delta_gradients import gradients_kernel, pairs_kernel
 from ringattn.kernels.linear.triton.delta_products import prepare_kernel
@@ -136,8 +136,6 @@ class Saved(NamedTuple):
 
 def scan_states(x: Inputs, maps: bool = True) -> Scan:
     """The map of the state by all tokens."""
-    if x.beta is None:
-        return gated.scan_states(x, maps)
     if not maps:
         return Scan(None)
     call = DeltaLaunches(x)
@@ -148,8 +146,6 @@ def scan_states(x: Inputs, maps: bool = True) -> Scan:
 
 def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
     """The map from the gradient for the state behind the last token to that for the state before the first one."""
-    if x.beta is None:
-        return gated.scan_gradients(x, dout, maps)
     if not maps:
         return Scan(None)
     call = DeltaLaunches(x)
@@ -158,19 +154,10 @@ def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
     return Scan(call.map_of(ends, reverse=True), Saved(prepared, ends))
 
 
-def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
-    """The shape and dtype of the states before all chunks, [B, N, H, K, V], the same with and without beta; with beta
-    each is stored as [V, K].
-    """
-    return gated.states_shape(k, v)
-
-
 def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(out [B, T, H, V] in q's dtype, the state behind the last token): the products within each chunk, plus q times
     the state before it.
     """
-    if x.beta is None:
-        return gated.read_out(x, scan, start, kept)
     call = DeltaLaunches(x)
     saved = call.saved(scan, None, start)
     out = call.empty(*x.v.shape, dtype=x.q.dtype)
@@ -181,8 +168,6 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
     """The gradients in the dtypes and shapes of their inputs, and that for the start state; `dend` is the gradient for
     the end state.
     """
-    if x.beta is None:
-        return gated.gradients(x, scan, start, rscan, dout, dend)
     call = DeltaLaunches(x)
     saved = call.saved(rscan, dout, dend)
     states = scan
@@ -377,4 +362,7 @@ class DeltaLaunches(gated.Launches):
         return dq, dk, summed, dbeta.sum(-1).to(self.beta.dtype)
 
 
-KERNEL = LinearKernel(scan_states, read_out, scan_gradients, gradients, states_shape, gated.refuses)
+# states before all chunks have the same shape with and without beta; with beta each is stored as [V, K]
+KERNEL = LinearKernel(
+    scan_states, read_out, scan_gradients, gradients, gated.states_shape, gated.refuses, gated=gated.KERNEL
+)
