@@ -136,8 +136,8 @@ def bare(word: str, fields: dict[str, Any], hints: dict[str, Any]) -> str:
     try:
         convert(first, word, hints[first])
     except ValueError:
-        known = f"; give {word}=VALUE" if word in fields else f"; the options are {', '.join(fields)}"
-        raise ValueError(f"{word!r} is not KEY=VALUE{known}") from None
+        remedy = f"; give {word}=VALUE" if word in fields else f"; the options are {', '.join(fields)}"
+        raise ValueError(f"{word!r} is not KEY=VALUE{remedy}") from None
     return first
 
 
