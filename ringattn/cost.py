@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,19 @@ class Shape:
         """The bytes that a block moves in backward: keys and values, and their gradients of `grads` bytes a number."""
         block = self.kv_bytes(self.key_len // ring, self.kv_heads)
         return block + block // self.itemsize * grads
+
+
+class Course(NamedTuple):
+    """[rank, step] of some ranks of a ring: the pairs of each step, and the tokens of keys that arrive before it."""
+
+    ranks: np.ndarray
+    pairs: np.ndarray
+    near: np.ndarray  # tokens within a host
+    far: np.ndarray  # tokens between hosts
+    sender: np.ndarray  # the rank from which a step's first block comes
+    passed: np.ndarray  # whether it is passed on from step to step
+    queries: np.ndarray  # from the first query to the last that sees some of the keys
+    shown: np.ndarray  # tokens of the held block that other ranks read
 
 
 def seen_pairs(

@@ -5,17 +5,13 @@ are q, k, v, out, the lse and the gradient of out; backward adds keys that trave
 beside them. All ranks at once, as numpy arrays. tests/test_predict.py holds it against measured peaks.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.cost import Shape, kv_heads_of_a_rank
-from ringattn.kernels import BY_NAME
+from ringattn.cost import Course, Shape, kv_heads_of_a_rank
 from ringattn.planning import Plan
 from ringattn.recipe import LONG
-
-if TYPE_CHECKING:
-    from ringattn.predict import Course
 
 THIN, ROWS = 1024, 32  # FlashAttention-4 leaves steps of so few keys to our kernel, which takes queries as so many rows
 CUT = 4096  # from so many queries on
@@ -33,11 +29,7 @@ class Sizes(NamedTuple):
     travel: float  # gradients that travel over inputs
     halves: bool  # key heads can be cut into halves
     kernel: str
-
-    @property
-    def own(self) -> bool:
-        """Whether our kernel runs, which gives gradients in float32; those of libraries have the dtype of inputs."""
-        return not (self.kernel in BY_NAME and BY_NAME[self.kernel].narrow)
+    own: bool  # our kernel, which gives gradients in float32; those of libraries have the dtype of inputs
 
     def beside(self, queries: Any, keys: Any) -> Any:
         """What a library needs while it computes gradients of so many queries and keys.
@@ -93,14 +85,14 @@ class Parts:
         self.nbytes, self.place = np.where(over, self.whole, self.nbytes), np.maximum(self.place, over)
 
 
-def peak(plan: Plan, shape: Shape, steps: "Course", grads: float, kernel: str) -> float:
+def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, narrow: bool) -> float:
     """Bytes of the rank that holds most. `grads` is the size of gradients that travel over that of keys."""
     item, groups = shape.itemsize, plan.groups_for(shape) if plan.swaps else 1
     heads, kv_heads = shape.heads / plan.ulysses / groups, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) / groups
     both, batch = shape.head_dim + shape.value_dim, shape.batch
     each = Sizes(
         batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item, batch * kv_heads * both * item,
-        batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item), grads, kv_heads >= 2, kernel,
+        batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item), grads, kv_heads >= 2, kernel, not narrow,
     )  # fmt: skip
     n, keys, local = plan.tokens.shard_len, plan.keys.tokens.shard_len, plan.local_len
     given: float = (
@@ -125,7 +117,7 @@ def prepared(each: Sizes, n: int) -> float:
     return n * each.own * (2 * each.rows + (each.out + each.rows) * (each.exact == 1))
 
 
-def ringed(live: Live, plan: Plan, each: Sizes, steps: "Course") -> None:
+def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
     """Backward of one group of heads over a ring, round by round."""
     n, keys = plan.tokens.shard_len, plan.keys.tokens.shard_len
     live.take(prepared(each, n))
@@ -163,7 +155,7 @@ def telling(sizes: np.ndarray) -> list[int]:
 
 
 def of_round(
-    live: Live, plan: Plan, each: Sizes, steps: "Course", which: range, dq: Parts, own: Parts, held: np.ndarray
+    live: Live, plan: Plan, each: Sizes, steps: Course, which: range, dq: Parts, own: Parts, held: np.ndarray
 ) -> None:  # fmt: skip
     """The steps while a block of `held` tokens is here, whose first is of that block; in the order of backward."""
     n, brought = plan.tokens.shard_len, steps.near + steps.far
@@ -211,7 +203,7 @@ def of_round(
 
 
 def computed(
-    live: Live, each: Sizes, steps: "Course", s: int, queries: np.ndarray, tokens: np.ndarray, n: int, dq: Parts
+    live: Live, each: Sizes, steps: Course, s: int, queries: np.ndarray, tokens: np.ndarray, n: int, dq: Parts
 ) -> np.ndarray:  # fmt: skip
     """A kernel's gradients of a step: the bytes of dk and dv. That of queries is a part of `dq`, but for our kernel."""
     wide = tokens * each.kv * each.exact
@@ -229,7 +221,7 @@ def computed(
     return made
 
 
-def exchanged(live: Live, plan: Plan, each: Sizes, groups: int, steps: "Course") -> None:
+def exchanged(live: Live, plan: Plan, each: Sizes, groups: int, steps: Course) -> None:
     """Heads enter, are computed and leave; while one group is computed, the next enters and the one before leaves."""
     n, keys, away = plan.tokens.shard_len, plan.keys.tokens.shard_len, (plan.ulysses - 1) / plan.ulysses
     dout, grads = n * each.out, n * each.q + keys * each.kv

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn.bands import all_bands
-from ringattn.cost import Shape, kv_heads_of_a_rank, queries_seeing, replicas, seen_pairs, shards
+from ringattn.cost import Course, Shape, kv_heads_of_a_rank, queries_seeing, replicas, seen_pairs, shards
 from ringattn.footprint import peak
 from ringattn.layout import Layout
 from ringattn.machine import Machine
@@ -28,19 +28,6 @@ EXACT, SOME = 64, 12  # rings up to EXACT ranks are computed whole, of larger on
 MEASURED = 2**20  # queries x heads of the calls whose rates are measured
 BACKWARD = 2.5  # times the flops of forward
 KEYS = 602, 4096  # a query: of the mask by which rates with few keys are measured, and of windows that lose nothing
-
-
-class Course(NamedTuple):
-    """[rank, step] of some ranks of a ring: the pairs of each step, and the tokens of keys that arrive before it."""
-
-    ranks: np.ndarray
-    pairs: np.ndarray
-    near: np.ndarray  # tokens within a host
-    far: np.ndarray  # tokens between hosts
-    sender: np.ndarray  # the rank from which a step's first block comes
-    passed: np.ndarray  # whether it is passed on from step to step
-    queries: np.ndarray  # from the first query to the last that sees some of the keys
-    shown: np.ndarray  # tokens of the held block that other ranks read
 
 
 class Spent(NamedTuple):
@@ -260,4 +247,4 @@ def predict(
     flops = BACKWARD * shape.flops_a_pair
     backward = one_pass(plan, shape, back, machine, rate[1], flops, out * (1 + grads), True)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))
-    return Cost(forward, backward, peak(plan, shape, back, grads, rates.kernel), imbalance)
+    return Cost(forward, backward, peak(plan, shape, back, grads, rates.kernel, rates.narrow), imbalance)
