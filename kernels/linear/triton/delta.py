@@ -43,6 +43,7 @@ class Cuts(NamedTuple):
     back_ends: Cut
     back: Cut
     join: Cut
+    total: Cut  # of the join of all segments into one map, which has more columns
     pairs: Cut
     gradients: Cut
     channel_gradients: Cut
@@ -50,33 +51,39 @@ class Cuts(NamedTuple):
 
     @classmethod
     def alike(cls, chunk: int, cut: Cut) -> "Cuts":
-        return cls(chunk, *[cut] * 12)
+        return cls(chunk, *[cut] * 13)
 
     def walks(self, cut: Cut) -> "Cuts":
         """With all walks cut so."""
         return self._replace(ends=cut, walk=cut, back_ends=cut, back=cut)
 
+    def joins(self, cut: Cut) -> "Cuts":
+        """With both joins cut so."""
+        return self._replace(join=cut, total=cut)
+
 
 FAST = Cuts(
     64, Cut(128, 128, 4, 1, 168), Cut(64, 64, 4, 1), Cut(64, 64, 4, 1), Cut(256, 64, 4, 2), Cut(256, 128, 8, 2),
-    Cut(256, 128, 8, 2), Cut(256, 128, 8, 2), Cut(64, 16, 4, 1), Cut(128, 128, 4, 1, 168), Cut(64, 64, 4, 2),
-    Cut(32, 64, 4, 1), Cut(16, 32, 4, 1),
+    Cut(256, 128, 8, 2), Cut(256, 128, 8, 2), Cut(128, 16, 8, 1), Cut(128, 32, 8, 1), Cut(128, 128, 4, 1, 168),
+    Cut(64, 64, 4, 2), Cut(32, 64, 4, 1), Cut(16, 32, 4, 1),
 )  # fmt: skip
-WIDE = FAST.walks(Cut(256, 32, 8, 1))._replace(join=Cut(32, 16, 8, 1), pairs=Cut(128, 128, 4, 1))
+WIDE = FAST.walks(Cut(256, 32, 8, 1)).joins(Cut(32, 16, 8, 1))._replace(pairs=Cut(128, 128, 4, 1))
 HALF = (
     Cuts.alike(64, Cut(32, 32, 4, 1))
     .walks(Cut(128, 32, 8, 1))
-    ._replace(join=Cut(32, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
+    .joins(Cut(32, 16, 8, 1))
+    ._replace(gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
     ._replace(strong_gradients=Cut(16, 16, 4, 1))
 )
 SMALL = (
     Cuts.alike(32, Cut(32, 32, 4, 1))
     .walks(Cut(256, 32, 8, 1))
-    ._replace(join=Cut(16, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
+    .joins(Cut(16, 16, 8, 1))
+    ._replace(gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
     ._replace(strong_gradients=Cut(16, 16, 4, 1))
 )
 SLIM = SMALL.walks(Cut(256, 16, 8, 1))
-SINGLE = Cuts.alike(32, Cut(16, 16, 4, 1))._replace(join=Cut(16, 16, 8, 1))
+SINGLE = Cuts.alike(32, Cut(16, 16, 4, 1)).joins(Cut(16, 16, 8, 1))
 FINE = SINGLE.walks(Cut(256, 16, 8, 1))._replace(
     prepare=Cut(16, 16, 8, 1), channel_prepare=Cut(16, 16, 8, 1), strong_prepare=Cut(16, 16, 8, 1)
 )
@@ -286,7 +293,7 @@ class DeltaLaunches(gated.Launches):
 
     def join(self, ends: Tensor, first: Tensor | None, joined: Tensor, reverse: bool, whole: bool) -> Tensor:
         """Launches `join_kernel`."""
-        cut, held = self.delta.join, self.channels["BLOCK_K"]
+        cut, held = self.delta.total if whole else self.delta.join, self.channels["BLOCK_K"]
         block_v = self.tile(cut)[1]
         tiles = cdiv(self.V, block_v) + (cdiv(self.K, block_v) if whole else 0)
         launch(
@@ -300,7 +307,7 @@ class DeltaLaunches(gated.Launches):
     def map_of(self, ends: Tensor, reverse: bool) -> Map:
         """The map of all segments."""
         whole = self.join(ends, None, self.empty(self.B, self.H, self.K, self.V + self.K), reverse, whole=True)
-        return Map(whole[..., self.V :], whole[..., : self.V])
+        return Map(whole[..., : self.K], whole[..., self.K :])
 
     def empty_states(self) -> Tensor:
         """Memory for the states before all chunks."""
