@@ -42,7 +42,7 @@ test-gpu:  ## run the tests that need a GPU, with the python that holds torch fo
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
 
 test-hosts: $(READY)  ## run every strategy and route between two and four hosts with slow links, emulated here (Linux, root): half an hour
-	$(RUN)/python tests/hosts.py
+	$(RUN)/python tests/hosts.py $(ARGS)
 
 test-compile: $(READY)  ## compile every kernel for every GPU and TPU it has tile sizes for, and models in every way: a quarter of an hour
 	$(RUN)/python -m pytest $(WORKERS) -m compile --durations=15 $(ARGS)

@@ -113,9 +113,11 @@ class ProcessGroupAxis(Moves):
             packed = {id(x): x.contiguous() for _, x in leaving}  # once for all receivers
             outgoing = [(rank, packed[id(x)]) for rank, x in leaving]
             arriving = [(rank, x, whole(x)) for rank, tensors in into.items() for x in tensors]
-            ops = [dist.P2POp(dist.isend, x, self.peer(rank), group) for rank, x in outgoing]
-            ops += [dist.P2POp(dist.irecv, room, self.peer(rank), group) for rank, _, room in arriving]
-            peers = [rank for rank, _ in outgoing] + [rank for rank, _, _ in arriving]
+            # Receives first: gloo has one connection for both directions, on which it says that it is ready to receive.
+            # Behind what it sends, that would come so late that the two directions would follow each other.
+            ops = [dist.P2POp(dist.irecv, room, self.peer(rank), group) for rank, _, room in arriving]
+            ops += [dist.P2POp(dist.isend, x, self.peer(rank), group) for rank, x in outgoing]
+            peers = [rank for rank, _, _ in arriving] + [rank for rank, _ in outgoing]
             lost = Lost(self, [[rank] for rank in peers] if self.one_by_one else [peers], what)
             works = self.started(ops, lost)
         self.sent += sum(x.nbytes for _, x in outgoing)

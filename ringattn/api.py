@@ -144,22 +144,21 @@ def linear_attention(
     scan            how states travel from rank to rank: auto, gather, ring or pipeline
     check           check every gate and beta, which waits for the device; by default on CPUs only
     """
-    optional = {"log_decay": log_decay, "beta": beta, "initial_state": initial_state}
-    problem = (
-        of_unknown("linear_attention", unknown, "docs", "plan", "log_decay")
-        or of_arguments(plan=plan, docs=docs, check=check)
-        or of_returned(return_state, docs)
-        or of_arrays({"q": q, "k": k, "v": v}, optional, plan)
-    )
-    if problem:
-        refuse(problem, plan)
-    warn_of_exchanged(q, stacklevel=3)
-    module: Any  # import statements, since torch.compile cannot trace import_module
+    if unknown:
+        refuse(of_unknown("linear_attention", unknown, "docs", "plan", "log_decay") or "", plan)
+    function: Any  # import statements, since torch.compile cannot trace import_module
     if is_torch(q):
-        import ringattn.torch.linear.function as module
+        from ringattn.torch.linear.function import (
+            linear_attention as function,  # checks the arguments of each new kind of call
+        )
     else:
-        import ringattn.jax.linear.function as module
-    return module.linear_attention(
+        optional = {"log_decay": log_decay, "beta": beta, "initial_state": initial_state}
+        problem = of_arguments(plan=plan, docs=docs, check=check) or of_returned(return_state, docs)
+        if problem := problem or of_arrays({"q": q, "k": k, "v": v}, optional, plan):
+            refuse(problem, plan)
+        warn_of_exchanged(q, stacklevel=3)
+        from ringattn.jax.linear.function import linear_attention as function
+    return function(
         q, k, v, log_decay, plan, beta=beta, initial_state=initial_state, return_state=return_state, docs=docs,
         scale=scale, kernel=kernel, scan=scan, check=check,
     )  # fmt: skip

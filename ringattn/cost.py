@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,19 @@ class Shape:
         return block + block // self.itemsize * grads
 
 
+class Course(NamedTuple):
+    """[rank, step] of some ranks of a ring: the pairs of each step, and the tokens of keys that arrive before it."""
+
+    ranks: np.ndarray
+    pairs: np.ndarray
+    near: np.ndarray  # tokens within a host
+    far: np.ndarray  # tokens between hosts
+    sender: np.ndarray  # the rank from which a step's first block comes
+    passed: np.ndarray  # whether it is passed on from step to step
+    queries: np.ndarray  # from the first query to the last that sees some of the keys
+    shown: np.ndarray  # tokens of the held block that other ranks read
+
+
 def seen_pairs(
     layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None, ranks: np.ndarray | None = None
 ) -> np.ndarray:  # fmt: skip
@@ -61,6 +74,29 @@ def seen_pairs(
     for start, rise in ((run.begin, run.lean), (run.end, run.rise)):
         ends.append(keys_below(key_layout, len(ranks), table.owners[which], start + rise * apart, count, rise > 0))
     return ends[1] - ends[0]
+
+
+def queries_seeing(
+    layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None, ranks: np.ndarray
+) -> np.ndarray:  # fmt: skip
+    """[first or stop, rank, block]: between which of its queries some of a ranks's see some of a block."""
+    every, length, ring = shards(layout), layout.shard_len, key_layout.ring
+    table, held = table_of([every[rank] for rank in ranks.tolist()]), table_of(shards(key_layout))
+    between = np.array([np.full((len(ranks), ring), length), np.zeros((len(ranks), ring), int)])
+    bands = all_bands(spec, layout.length, key_layout.length, docs)
+    at, which, first, last = overlaps(table, bands.start, bands.stop)
+    one, far = bands.some(at), first - bands.start[at]
+    begin, end = one.begin + one.lean * far, one.end + one.rise * far  # of the run's first query
+    run, piece, *_ = overlaps(held, begin, end + one.rise * (last - first))
+    low = np.where(one.rise[run] > 0, np.maximum(held.starts[piece] - end[run] + 1, 0), 0)
+    high = np.where(one.lean[run] > 0, held.stops[piece] - begin[run] - 1, length * ring)
+    step, run_first = table.steps[0], (table.offsets - table.starts)[which]
+    if step > 1:  # of stripes all are between the first and the last
+        run_first, first, last, low, high = 0 * first, 0 * first, 0 * last + length - 1, 0 * low, 0 * high + length
+    cell = table.owners[which][run], held.owners[piece]
+    np.minimum.at(between[0], cell, (run_first + first)[run] + low)
+    np.maximum.at(between[1], cell, run_first[run] + np.minimum(last[run], first[run] + high) + 1)
+    return between
 
 
 def keys_below(

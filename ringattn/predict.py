@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn.bands import all_bands
-from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs, shards
+from ringattn.cost import Course, Shape, kv_heads_of_a_rank, queries_seeing, replicas, seen_pairs, shards
+from ringattn.footprint import peak
 from ringattn.layout import Layout
 from ringattn.machine import Machine
 from ringattn.planning import Plan
@@ -27,17 +28,6 @@ EXACT, SOME = 64, 12  # rings up to EXACT ranks are computed whole, of larger on
 MEASURED = 2**20  # queries x heads of the calls whose rates are measured
 BACKWARD = 2.5  # times the flops of forward
 KEYS = 602, 4096  # a query: of the mask by which rates with few keys are measured, and of windows that lose nothing
-
-
-class Course(NamedTuple):
-    """[rank, step] of some ranks of a ring: the pairs of each step, and the tokens of keys that arrive before it."""
-
-    ranks: np.ndarray
-    pairs: np.ndarray
-    near: np.ndarray  # tokens within a host
-    far: np.ndarray  # tokens between hosts
-    sender: np.ndarray  # the rank from which a step's first block comes
-    passed: np.ndarray  # whether it is passed on from step to step
 
 
 class Spent(NamedTuple):
@@ -104,16 +94,22 @@ class Spread(NamedTuple):
 
 @lru_cache(maxsize=256)
 def shown(
-    queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None, some: bool
-) -> tuple[np.ndarray, np.ndarray, Schedule | None]:
-    """The ranks that are computed; [rank, block]: the pairs that each sees; the schedule, if the ring is computed."""
+    queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None, every: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Schedule | None]:
+    """The ranks that are computed; [rank, block]: the pairs that each sees, and [first, stop) of the queries that do;
+    the schedule, if the ring is computed. If `every` rank is to be played, all queries count, which saves time.
+    """
     ring = queries.ring
+    some = ring > EXACT and not every
     ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if some else np.arange(ring)
     pairs = seen_pairs(queries, keys, spec, docs, ranks)
+    seeing = np.array([pairs * 0, (pairs > 0) * queries.shard_len])
+    if not every:
+        seeing = queries_seeing(queries, keys, spec, docs, ranks)
     if ring > EXACT:
-        return ranks, pairs, None
+        return ranks, pairs, seeing, None
     bands = all_bands(spec, queries.length, keys.length, docs)
-    return ranks, pairs, seen(bands, shards(queries), shards(keys), alone=queries.by_document)
+    return ranks, pairs, seeing, seen(bands, shards(queries), shards(keys), alone=queries.by_document)
 
 
 @lru_cache(maxsize=64)
@@ -121,8 +117,7 @@ def course(spread: Spread, together: int) -> Course:
     """The steps of the ranks, each with up to so many blocks."""
     ring, ulysses, hosts, gpus = spread.queries.ring, spread.queries.ulysses, spread.hosts, spread.gpus
     size = ring // hosts
-    some = ring > EXACT and not spread.every
-    ranks, pairs, schedule = shown(spread.queries, spread.keys, spread.spec, spread.docs, some)
+    ranks, pairs, seeing, schedule = shown(spread.queries, spread.keys, spread.spec, spread.docs, spread.every)
     if schedule is None:  # blocks travel whole
         length = spread.keys.shard_len
         tokens, onward = np.where(pairs > 0, length, 0), np.broadcast_to(length, (hosts, ring))
@@ -147,8 +142,16 @@ def course(spread: Spread, together: int) -> Course:
     remote = r * ulysses // gpus != sender * ulysses // gpus
     cells = (pairs[at, source], arrive * ~remote, arrive * remote)
     apart = len(starts) == len(o)  # every block is a step of its own
-    work, inside, across = (x if apart else np.add.reduceat(x, starts, axis=1) for x in cells)
-    return Course(ranks, work, inside, across, sender[:, starts], passed[starts])
+
+    def of_steps(x: np.ndarray, how: np.ufunc = np.add) -> np.ndarray:
+        return x if apart else how.reduceat(x, starts, axis=1)
+
+    work, inside, across = map(of_steps, cells)
+    first, stop = of_steps(seeing[0][at, source], np.minimum), of_steps(seeing[1][at, source], np.maximum)
+    read = inside + across  # of a large ring: as much as this rank reads
+    if schedule is not None and len(ranks) == ring:  # those behind this rank read what it holds
+        read = of_steps(tokens[host * size + (place + d) % size, (host - o) % hosts * size + place] * (d > 0))
+    return Course(ranks, work, inside, across, sender[:, starts], passed[starts], np.maximum(stop - first, 0), read)
 
 
 def senders(steps: Course, tokens: np.ndarray, ulysses: int, gpus: int) -> np.ndarray:
@@ -244,28 +247,4 @@ def predict(
     flops = BACKWARD * shape.flops_a_pair
     backward = one_pass(plan, shape, back, machine, rate[1], flops, out * (1 + grads), True)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))
-    return Cost(forward, backward, memory(plan, shape, back, grads, rates.kernel), imbalance)
-
-
-# Beside q, k, v, out and their gradients: with our kernel, of heads that are exchanged at once, and of gradients that
-# travel (benchmarks/ring-h200.jsonl).
-OURS, EXCHANGED, TRAVELS = 0.48, 1.1, 1.75
-BESIDE = {"fa4": (0.4, 0.2), "cudnn": (1.0, 1.0)}  # with other kernels, at a step and where heads or all keys are here
-SAME_HEADS = 0.1  # cuDNN repeats keys and values for each query head, unless there are as many (plans-h100.jsonl)
-
-
-def memory(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str) -> float:
-    """Bytes of q, k, v, out, their gradients and lse, and of what a call needs beside them at its peak."""
-    at_step, swapped = BESIDE.get(kernel, (OURS, 0.0))
-    if kernel == "cudnn" and shape.heads == shape.kv_heads:
-        at_step = swapped = SAME_HEADS
-    local, kv_heads = plan.local_len, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
-    held = 2 * (shape.q_bytes(local) + shape.kv_bytes(local, shape.kv_heads)) + 4 * shape.batch * local * shape.heads
-    token = shape.kv_bytes(1, kv_heads) * (1 + TRAVELS * grads)
-    if not plan.swaps:
-        return held * (1 + at_step) + float((steps.near + steps.far).max()) * token
-    if plan.strategy == "gather":
-        at_once = plan.keys.tokens.shard_len * plan.ring * token + held * (EXCHANGED - 1 + swapped)
-    else:
-        at_once = held * EXCHANGED + float((steps.near + steps.far).max()) * token
-    return held * (1 + OURS) + at_once / plan.groups_for(shape)
+    return Cost(forward, backward, peak(plan, shape, back, grads, rates.kernel, rates.narrow), imbalance)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.cost import Shape, kv_heads_of_a_rank, replicas
+from ringattn.cost import Course, Shape, kv_heads_of_a_rank, replicas
 from ringattn.machine import Link, Machine
 from ringattn.planning import Plan
-from ringattn.predict import BACKWARD, MEASURED, Course, Rates, Spread, course
+from ringattn.predict import BACKWARD, MEASURED, Rates, Spread, course
 from ringattn.spec import AttentionSpec, Docs
 
 SLOW = re.compile(r"(rank|host)(\d+):([0-9.]+)")

@@ -42,7 +42,7 @@ TARGETS = {
 
 def stand_in(target: GPUTarget) -> Any:
     """A driver without a device: it knows the target, and nothing can be launched on it."""
-    number = [known for known, _ in TARGETS.values()].index(target)  # compiled kernels are kept by device
+    number = [name for name, _ in TARGETS.values()].index(target)  # compiled kernels are kept by device
     return SimpleNamespace(
         get_current_target=lambda: target, get_current_device=lambda: number, get_current_stream=lambda _device: 0
     )
@@ -99,12 +99,12 @@ def loop_spills(code: str) -> int:
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
     at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
     loops = []
-    for i, (address, said) in enumerate(lines):
-        to = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", said)
+    for i, (address, text) in enumerate(lines):
+        to = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
         if to and int(to[1], 16) < int(address, 16):
-            body = [said for _, said in lines[at[int(to[1], 16)] : i]]
-            if any("MMA" in said for said in body):
-                loops.append(sum(bool(re.search(r"\b(LDL|STL)\b", said)) for said in body))
+            body = [text for _, text in lines[at[int(to[1], 16)] : i]]
+            if any("MMA" in text for text in body):
+                loops.append(sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in body))
     return min(loops, default=0)
 
 

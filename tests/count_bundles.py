@@ -26,11 +26,11 @@ def of(which: str, folder: Path) -> dict[str, list[int]]:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, __file__, which, str(folder)], env=environment, capture_output=True, text=True, timeout=600
     )
-    assert said.returncode == 0, said.stderr[-2000:]
-    return json.loads(said.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def ours() -> tuple[Any, list[tuple[tuple[int, ...], str]]]:

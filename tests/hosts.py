@@ -5,7 +5,10 @@ of so many Mbit/s. torchrun starts two ranks in each. Every strategy and route m
 every rank. Then this machine is calibrated, and of a few settings every candidate is measured beside what was
 predicted and simulated of it: nine of ten plans must be within 10% of the fastest. The links are so slow that they
 decide: eight ranks compute on whatever cores there are. Needs Linux, root and iproute2; takes half an hour.
-`tests/hosts.py out=FILE` also appends the rows to a file.
+
+Words choose a part, and a file to which rows are appended: `tests/hosts.py hosts=4 speeds=25,50 out=FILE`. With
+`make`: `make test-hosts ARGS='hosts=2 speeds=50'`. `tests/hosts.py --help` lists them. A row has what was calibrated,
+so that its candidate can be predicted and simulated again.
 """
 
 import json
@@ -15,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +26,49 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.launch import words
 from ringattn.launch.bench import plans, table
 from ringattn.launch.commands import calibrate
 from ringattn.launch.rows import Row, read
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES
+from ringattn.launch.words import option
+from ringattn.machine import Machine
 
 ROOT = Path(__file__).parent.parent
 BRIDGE, PREFIX = "ringattn-switch", "ringattn-host"
 RANKS, PORT = 2, 29571  # of a host
-HOSTS = (2, 4)
-SPEEDS = (12, 25, 50)  # Mbit/s
-SETTINGS = ["auto/2048/8/8/causal", "auto/4096/8/8/512"]
 MOST = 1e-5  # relative error in float32
 FEW = ("causal", "window", "docs_rows", "cross", "all_at_once")  # cases that must be exact
 
 
-def main() -> int:
-    if len(sys.argv) > 1 and sys.argv[1] == "worker":
-        return worker(Path(sys.argv[2]))
+@dataclass
+class Options:
+    hosts: list[int] = option([2, 4], "how many hosts there are, one count after the other", least=2)
+    speeds: list[int] = option([12, 25, 50], "Mbit/s that leave a host")
+    settings: list[str] = option(["auto/2048/8/8/causal", "auto/4096/8/8/512"], "those of ringattn bench plans")
+    out: str | None = option(None, "a file to which rows are appended")
+
+
+def run(options: Options) -> int:
+    plans_options(2, options.settings)  # refuses wrong words
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc") and shutil.which("unshare")):
-        print(
-            "make test-hosts makes network namespaces: it needs Linux, root, iproute2 and util-linux", file=sys.stderr
-        )
-        return 2
+        raise ValueError("this makes network namespaces: it needs Linux, root, iproute2 and util-linux")
     with tempfile.TemporaryDirectory() as folder:
-        rows = next((word.partition("=")[2] for word in sys.argv if word.startswith("out=")), f"{folder}/rows.jsonl")
-        for hosts in HOSTS:
+        rows = words.writable(Path(options.out or f"{folder}/rows.jsonl").absolute())
+        earlier = len(read(rows)) if rows.is_file() else 0
+        for hosts in options.hosts:
             try:
                 join(hosts)
-                started = [start(number, hosts, Path(rows)) for number in range(hosts)]
-                if worst := max(abs(process.wait(1200)) for process in started):
+                started = [start(number, hosts, options, rows) for number in range(hosts)]
+                seconds = 600 + 200 * len(options.speeds) * len(options.settings)
+                if worst := max(abs(process.wait(seconds)) for process in started):
                     return worst
             finally:
                 for name in (*(f"{PREFIX}{n}" for n in range(hosts)), BRIDGE):
                     ending = f"ip netns pids {name} | xargs -r kill -9; ip netns del {name}"
                     subprocess.run(ending, shell=True, check=False)
-        return judged(read(Path(rows)))
+        return judged(read(rows)[earlier:])
 
 
 def judged(rows: list[Row]) -> int:
@@ -85,8 +94,8 @@ def join(hosts: int) -> None:
             call("ip", "-n", name, "link", "set", link, "up")
 
 
-def call(*words: str) -> None:
-    subprocess.run(words, check=True)
+def call(*command: str) -> None:
+    subprocess.run(command, check=True)
 
 
 def limit(speed: int) -> None:
@@ -95,37 +104,38 @@ def limit(speed: int) -> None:
     call("tc", "qdisc", "replace", "dev", "veth0", "root", *link)
 
 
-def start(number: int, hosts: int, out: Path) -> "subprocess.Popen[bytes]":
+def start(number: int, hosts: int, options: Options, out: Path) -> "subprocess.Popen[bytes]":
     """torchrun on one of the hosts."""
     name = f"{PREFIX}{number}"
-    words = (
+    command = (
         "-m", "torch.distributed.run", "--nnodes", str(hosts), "--node-rank", str(number),
         "--nproc-per-node", str(RANKS), "--master-addr", "10.213.77.1", "--master-port", str(PORT),
-        str(Path(__file__)), "worker", str(out.absolute()),
+        str(Path(__file__)), "worker", f"speeds={words.show(options.speeds)}",
+        f"settings={words.show(options.settings)}", f"out={out}",
     )  # fmt: skip
     inside = f'hostname {name} && exec "$0" "$@"'
     where = {**os.environ, "GLOO_SOCKET_IFNAME": "veth0", "TP_SOCKET_IFNAME": "veth0", "OMP_NUM_THREADS": "1",
              "PYTHONPATH": str(ROOT)}  # fmt: skip
     return subprocess.Popen(
-        ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", inside, sys.executable, *words), env=where
+        ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", inside, sys.executable, *command), env=where
     )
 
 
-def worker(out: Path) -> int:
+def worker(options: Options) -> int:
     """One rank: every way is exact; then all candidates at every speed."""
     dist.init_process_group("gloo")
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     problems = inexact(ranks // RANKS)
     rows: list[Row] = []
-    for speed in SPEEDS:
+    for speed in options.speeds:
         if int(os.environ["LOCAL_RANK"]) == 0:
             limit(speed)
         dist.barrier()
         about = {"hosts": ranks // RANKS, "mbit": speed}
-        for row in candidates(ranks):
+        for row in candidates(ranks, options.settings):
             rows.append(plans.finished(about | row, [r for r in rows if r["mbit"] == speed]))
             if first:
-                with out.open("a") as lines:
+                with open(str(options.out), "a") as lines:
                     lines.write(json.dumps(rows[-1]) + "\n")
     if first and problems:
         print("\n".join(problems), file=sys.stderr, flush=True)
@@ -160,16 +170,28 @@ def inexact(hosts: int) -> list[str]:
     return problems
 
 
-def candidates(ranks: int) -> Iterator[Row]:
+def candidates(ranks: int, settings: list[str]) -> Iterator[Row]:
     """The rows of all settings, with the time of the slowest rank, on the machine as calibrated just now."""
     machines = [calibrate.linked(calibrate.measured("cpu", 3), "cpu", 5)]
     dist.broadcast_object_list(machines)  # the same on every rank
-    options = plans.Options(ranks=ranks, settings=SETTINGS, head_dim=32, within=2.5, seconds=1.5, device="cpu")
-    for row in plans.measured(options, machines[0]):
+    for row in plans.measured(plans_options(ranks, settings), machines[0]):
         every: list[Any] = [None] * ranks
         dist.all_gather_object(every, row["ms"])
-        yield row | {"ms": max(every)}
+        yield row | {"ms": max(every), "calibrated": calibrated(machines[0])}
+
+
+def plans_options(ranks: int, settings: list[str]) -> plans.Options:
+    return plans.Options(ranks=ranks, settings=settings, head_dim=32, within=2.5, seconds=1.5, device="cpu")
+
+
+def calibrated(machine: Machine) -> dict[str, Any]:
+    """What of the description was measured here."""
+    about = {name: getattr(machine, name) for name in ("gpus", "start", "products", "bandwidth")}
+    links = {name: vars(getattr(machine, name)) for name in ("inside", "between")}
+    return about | links | {"float32": machine.rates["float32"]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["worker"]:
+        sys.exit(worker(Options(**words.values(sys.argv[2:], Options))))
+    sys.exit(words.answer("test-hosts", lambda: words.call("test-hosts", sys.modules[__name__], sys.argv[1:])))

@@ -167,9 +167,9 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder))
         every = list(dict.fromkeys(t for m in chosen for t in m.tests))
-        status, said = tests_in(tree, every, stop=False)
+        status, output = tests_in(tree, every, stop=False)
         if status:
-            print(f"the tests fail without any change:\n{said}")
+            print(f"the tests fail without any change:\n{output}")
             return 1
         bad = [m.name for m in chosen if not noticed(tree, m)]
     print(f"{len(chosen) - len(bad)} of {len(chosen)} changes are noticed" + f"; not: {', '.join(bad)}" * bool(bad))
@@ -200,10 +200,10 @@ def noticed(tree: Path, mutant: Mutant) -> bool:
     begun = time.perf_counter()
     path.write_text(source.replace(mutant.old, mutant.new))
     try:
-        status, said = tests_in(tree, list(mutant.tests), stop=True)
+        status, output = tests_in(tree, list(mutant.tests), stop=True)
     finally:
         path.write_text(source)
-    failed = [line.split(" - ")[0].removeprefix("FAILED tests/") for line in said.splitlines() if "FAILED " in line]
+    failed = [line.split(" - ")[0].removeprefix("FAILED tests/") for line in output.splitlines() if "FAILED " in line]
     good = status == 1 and bool(failed)
     how = failed[0] if good else f"exit status {status}" if status else mutant.file
     print(

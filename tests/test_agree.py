@@ -11,7 +11,7 @@ from ringattn.torch.linear import call as linear
 
 
 @pytest.fixture
-def said(monkeypatch) -> list[object]:
+def exchanged(monkeypatch) -> list[object]:
     """What ranks say to each other, which they are made to find dear."""
     results: list[object] = []
     exchange = LocalAxis.exchange_words
@@ -34,7 +34,7 @@ def lengths(step: int) -> ra.Docs:
 
 
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
-def test_new_documents_are_no_new_kind_of_call(function, said):
+def test_new_documents_are_no_new_kind_of_call(function, exchanged):
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         for step in range(15):
@@ -42,11 +42,11 @@ def test_new_documents_are_no_new_kind_of_call(function, said):
         assert len(plan.agreed) == 1
 
     run(one_rank, ring=2)
-    assert len(said) == 2  # each rank once
+    assert len(exchanged) == 2  # each rank once
 
 
 @pytest.mark.parametrize(("function", "module"), [(ra.attention, check), (ra.linear_attention, linear)])
-def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, module, said, monkeypatch):
+def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, module, exchanged, monkeypatch):
     looked: list[object] = []
     problem = module.problem
     monkeypatch.setattr(module, "problem", lambda *call: looked.append(call) or problem(*call))
@@ -79,7 +79,7 @@ def test_tokens_that_only_one_rank_differentiates_are_not_joined(call):
     run(one_rank, ring=2, timeout=20)
 
 
-def test_documents_after_none_are_a_new_kind(said):
+def test_documents_after_none_are_a_new_kind(exchanged):
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=16)
         ra.attention(*qkv(), plan)
@@ -107,7 +107,7 @@ def test_ranks_that_decide_by_other_hosts_or_another_machine_are_named(choices, 
     run(one_rank, ring=4, timeout=20)
 
 
-def test_a_plan_remembers_so_many_kinds_and_no_more(said, monkeypatch):
+def test_a_plan_remembers_so_many_kinds_and_no_more(exchanged, monkeypatch):
     monkeypatch.setattr(agree, "MOST", 5)
 
     def one_rank(mesh):
@@ -130,7 +130,7 @@ def test_a_plan_remembers_nothing_where_all_is_compared():
     run(one_rank, ring=2)
 
 
-def test_a_rank_whose_later_call_is_wrong_raises_at_once(said):
+def test_a_rank_whose_later_call_is_wrong_raises_at_once(exchanged):
     """The others, which made this call before, do not stop to hear of it."""
 
     def one_rank(mesh):
@@ -144,7 +144,7 @@ def test_a_rank_whose_later_call_is_wrong_raises_at_once(said):
         ra.attention(*qkv(), plan)
 
     run(one_rank, ring=2, timeout=20)
-    assert len(said) == 2
+    assert len(exchanged) == 2
 
 
 def test_a_problem_is_raised_where_no_other_rank_listens(monkeypatch):

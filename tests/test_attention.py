@@ -232,11 +232,11 @@ def test_a_group_of_heads_travels_while_another_is_attended_to(
     sizes, strategy, forward, backward, fresh_scores, monkeypatch
 ):
     """The order in which things start: e enters, l leaves, g gathers, s scatters, for each tensor; R is the kernel."""
-    said: dict[int, str] = defaultdict(str)  # by thread: by rank
+    letters: dict[int, str] = defaultdict(str)  # by thread: by rank
 
     def noting(function: Callable[..., object], letter: Callable[..., str]) -> Callable[..., object]:
         def call(*args: object, **options: object) -> object:
-            said[threading.get_ident()] += letter(*args)
+            letters[threading.get_ident()] += letter(*args)
             return function(*args, **options)
 
         return call
@@ -253,9 +253,9 @@ def test_a_group_of_heads_travels_while_another_is_attended_to(
         plan = choosing.plan(mesh, seq_len=16, strategy=strategy, kernel="tiled", transport=Transport(groups=3))
         q, k, v = (torch.ones(1, plan.local_len, 6, 8, requires_grad=True) for _ in "qkv")
         out = api.attention(q, k, v, plan)
-        before = said[threading.get_ident()]
+        before = letters[threading.get_ident()]
         out.sum().backward()
-        return before, said[threading.get_ident()].removeprefix(before)
+        return before, letters[threading.get_ident()].removeprefix(before)
 
     for results in run_ranks(one_rank, **sizes):
         assert results == (forward.replace(" ", ""), backward.replace(" ", ""))

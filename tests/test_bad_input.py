@@ -19,7 +19,7 @@ def tensors(T=16, H=4, G=2, D=8, B=2):
 
 def call(change=lambda q, k, v: (q, k, v), plan=None, ring=2, ulysses=2, **given):
     """One call on four ranks with changed tensors; every rank must raise the same ValueError. Returns its text."""
-    said = []
+    messages = []
 
     def one_rank(mesh):
         made = ra.plan(mesh, seq_len=64, **(plan or {}))
@@ -27,14 +27,14 @@ def call(change=lambda q, k, v: (q, k, v), plan=None, ring=2, ulysses=2, **given
         try:
             ra.attention(*change(*tensors()), made, **given)
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
             assert made.ring == 1 or made.ring_axis.sent == sent, "something was sent before the error"
         ra.attention(*tensors(), made)  # nothing is half done: the next call works
 
     run(one_rank, ring=ring, ulysses=ulysses)
-    assert len(said) == 4, f"{len(said)} of 4 ranks raised"
-    assert len(set(said)) == 1, said
-    return said[0]
+    assert len(messages) == 4, f"{len(messages)} of 4 ranks raised"
+    assert len(set(messages)) == 1, messages
+    return messages[0]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_plan_of_the_other_framework_is_refused():
 
 
 def test_a_wrong_argument_of_one_rank_is_an_error_on_all_that_names_it():
-    said = []
+    messages = []
 
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64)
@@ -233,10 +233,10 @@ def test_a_wrong_argument_of_one_rank_is_an_error_on_all_that_names_it():
         try:
             ra.attention(q, k[..., :6] if mesh.rank == 3 else k, v, plan)
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     run(one_rank, ring=2, ulysses=2)
-    assert said == ["head dims differ: q 8, k 6; only v may have another (on ring rank 1 ulysses rank 1)"] * 4
+    assert messages == ["head dims differ: q 8, k 6; only v may have another (on ring rank 1 ulysses rank 1)"] * 4
 
 
 def dealt(mesh, lengths):
@@ -263,17 +263,19 @@ def dealt(mesh, lengths):
     ids=["plan", "spec", "docs", "key_docs", "plan.docs", "shape", "gradients"],
 )
 def test_ranks_that_differ_are_named_with_the_field(differ, field):
-    said = []
+    messages = []
 
     def one_rank(mesh):
         given, batch = differ(mesh.rank, mesh)
         plan = given.pop("plan", None) or ra.plan(mesh, seq_len=64)
         with pytest.raises(ValueError) as error:
             ra.attention(*tensors(B=batch), plan, **given)
-        said.append(str(error.value))
+        messages.append(str(error.value))
 
     run(one_rank, ring=4)
-    assert len(set(said)) == 1 and f"{field}: ring rank 0 has" in said[0] and "ring rank 3" in said[0], said[0]
+    assert len(set(messages)) == 1 and f"{field}: ring rank 0 has" in messages[0] and "ring rank 3" in messages[0], (
+        messages[0]
+    )
 
 
 @pytest.mark.parametrize(

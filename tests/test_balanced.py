@@ -146,14 +146,14 @@ def test_what_cannot_be_is_refused():
     docs = Docs.from_lengths([8, 24])
     made = ra.Plan(32, 2, 2, layout="balanced").for_docs(docs)
     assert made == ra.Plan(32, 2, 2, layout="balanced", docs=docs) and "layout balanced," in str(made)
-    for make, said in (
+    for make, message in (
         (lambda: ra.Plan(32, 2, layout="balanced", axes=Ranks(None, None, "jax", "cpu", here=False)), "in JAX, nor is"),
         (lambda: ra.Plan(32, 2, layout="balanced", key_len=64), "only for queries and keys of one sequence"),
         (lambda: ra.Plan(32, 2, layout="balanced", docs=Docs.from_lengths([8])).tokens, "the plan is for 32 tokens"),
         (lambda: made.for_docs(Docs.from_lengths([[8, 8], [16, 0]])).tokens, "put the rows one after the other"),
         (lambda: made.for_length(64), "and has their length"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             make()
 
     def one_rank(mesh):

@@ -38,8 +38,8 @@ def test_names_tell_hops_from_kernels():
 
 
 def test_a_trace_and_a_picture_of_all_ranks(tmp_path):
-    said = timeline.save([SPANS, SPANS], tmp_path / "ring.json", "ours 64 forward+backward")
-    assert "exposed communication 20.0%" in said
+    message = timeline.save([SPANS, SPANS], tmp_path / "ring.json", "ours 64 forward+backward")
+    assert "exposed communication 20.0%" in message
     (picture,) = tmp_path.glob("*.svg")
     drawn = picture.read_text()
     assert drawn.count("rank 1") == 1 and "exposed communication 20.0%" in drawn and "backward<" not in drawn

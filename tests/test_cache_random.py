@@ -41,7 +41,7 @@ def story(mesh, seed):
     def allocate(batch):
         return KVCache.allocate(plan, batch=batch, window=window, room=8, block=block, **sizes)
 
-    told, caches = [], [(allocate(2), [tuple(x[0, :0] for x in draw(V=4, T=1)[1:])] * 2)]
+    steps, caches = [], [(allocate(2), [tuple(x[0, :0] for x in draw(V=4, T=1)[1:])] * 2)]
     for step in range(STEPS):
         at, do = choose.randrange(len(caches)), choose.choice(["prefill", "decode", "decode", "append", "back", "more"])
         cache, rows = caches[at]
@@ -72,13 +72,13 @@ def story(mesh, seed):
                 chunk, move, keys = plan.for_length(n), choose.choice(["queries", "keys"]), choose.choice([None, 2])
                 mine = [chunk.shard(x) for x in (q, k, v)]
                 out = chunk.unshard(prefill(*mine, chunk, cache, move=move, keys=keys, **given))
-            told.append(f"{do} {n} to {at}")
+            steps.append(f"{do} {n} to {at}")
             if do != "append":
                 expected = torch.stack([plainly(x, *row, window) for x, row in zip(q, rows, strict=True)])
-                assert off(out, expected) <= 1e-12, (seed, told)
+                assert off(out, expected) <= 1e-12, (seed, steps)
         caches[at] = cache, rows
-        assert cache.lengths.tolist() == [len(k) for k, _ in rows], (seed, told)
-    return len(told)
+        assert cache.lengths.tolist() == [len(k) for k, _ in rows], (seed, steps)
+    return len(steps)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -415,8 +415,8 @@ def test_plot_has_a_panel_a_direction_and_a_bar_a_line():
     axes = plot.bars(LINES).axes
     assert [ax.get_title() for ax in axes] == ["fwd, TFLOP/s", "bwd, TFLOP/s"]
     assert [[round(bar.get_width()) for bar in ax.patches] for ax in axes] == [[600, 599], [500]]
-    (one,) = plot.bars([line for line in LINES if line["mode"] == "fwd"], metric="ms").axes
-    assert [bar.get_width() for bar in one.patches] == [2.0, 2.0]
+    (single,) = plot.bars([line for line in LINES if line["mode"] == "fwd"], metric="ms").axes
+    assert [bar.get_width() for bar in single.patches] == [2.0, 2.0]
 
 
 def test_plot_leaves_out_what_has_no_bar(tmp_path):
@@ -471,8 +471,8 @@ def test_plot_prints_the_usual_options_once_and_its_legend_below_the_bars():
     assert labels[:2] == ["tokens=1", "tokens=2"] and labels[-1] == "tokens=1 layout=striped"
     assert figure.get_suptitle() == "unless noted: layout=zigzag"
     assert figure.axes[0].get_position().y0 * figure.get_figheight() == pytest.approx(plot.MARGIN) and figure.legends
-    one = plot.bars(rows[::2])
-    assert not one.get_suptitle() and not one.legends
+    plain = plot.bars(rows[::2])
+    assert not plain.get_suptitle() and not plain.legends
 
 
 @pytest.mark.parametrize(
@@ -501,7 +501,7 @@ def test_a_file_is_tried_and_left_as_it_was(tmp_path):
 
 
 def test_verify_says_first_what_runs(capsys, monkeypatch):
-    monkeypatch.setattr(verify, "everyone", lambda *told: pytest.fail(capsys.readouterr().err))
+    monkeypatch.setattr(verify, "everyone", lambda *args: pytest.fail(capsys.readouterr().err))
     with pytest.raises(pytest.fail.Exception, match=r"9 cases over 2 ranks \(threads\)"):
         verify.run(verify.Options(ranks=2, cases=("softcap",)))
 

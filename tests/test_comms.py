@@ -192,9 +192,9 @@ def a_pickle_among_words() -> None:
     axes = axis(mesh, "ring"), CollectiveAxis(mesh.get_group("ring"))
     if dist.get_rank() == 1:
         messages.encode = lambda words: pickle.dumps(Harmful())
-    for one in axes:
+    for each in axes:
         with pytest.raises(ValueError, match=r"rank 1 sent .* not JSON"):
-            one.exchange_words("harmless")
+            each.exchange_words("harmless")
 
 
 def test_words_are_never_unpickled():

@@ -132,13 +132,13 @@ def refused():
     """Every call that would be wrong, in a process group of one rank: the words of its error."""
     model = build("Llama", "flash_attention_2").train()
     row = {"position_ids": positions(), "use_cache": False}
-    said = []
+    messages = []
 
     def of(call):
         try:
             call()
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     def recomputed():
         update_ring_flash_attn_params(CU, None)
@@ -156,13 +156,13 @@ def refused():
     of(recomputed)
     restore_hf_flash_attn()
     of(restore_hf_flash_attn)
-    return said
+    return messages
 
 
 def test_what_would_be_wrong_is_refused():
-    (said,) = processes.run(refused, 1)
+    (message,) = processes.run(refused, 1)
     for result, words in zip(
-        said,
+        message,
         (
             "call update_ring_flash_attn_params(cu_seqlens, group) before the model",
             "cu_seqlens ends with 39, and 1 ranks with 40 tokens each have 40",

@@ -188,7 +188,7 @@ def test_signatures(which):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"dropout_p": 0.1}, "dropout_p=0.1: attention dropout is not supported"),
         ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: ALiBi is not supported"),
@@ -196,17 +196,17 @@ def test_signatures(which):
     ],
 )
 @pytest.mark.parametrize("which", ["zigzag", "ring_varlen", "llama3"])
-def test_what_cannot_be_is_refused(which, given, said):
+def test_what_cannot_be_is_refused(which, given, message):
     q = torch.ones((1, 4, 4, 8) if which == "zigzag" else (4, 4, 8))
     cu = torch.tensor([0, 4])
     more = {"zigzag": (), "ring_varlen": (cu, 4), "llama3": (cu, cu, 4, 4, 1, slice(0, 4))}[which]
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         getattr(compat, f"{FUNCTIONS[which]}_func")(q, q, q, *more, **given)
 
 
 def test_what_is_not_in_its_layout_is_refused():
-    def refused(mesh, function, said, *given, **options):
-        with pytest.raises(ValueError, match=said):
+    def refused(mesh, function, message, *given, **options):
+        with pytest.raises(ValueError, match=message):
             function(*given, group=mesh, **options)
 
     q, cu = torch.ones(1, 5, 2, 8), torch.tensor([0, 2, 5])
@@ -278,8 +278,11 @@ def test_ranks_and_groups_that_cannot_be_are_refused():
     for rank in (5, 2, -1):
         with pytest.raises(ValueError, match=f"rank={rank}, world_size=2: ranks are counted from 0"):
             compat.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 10, 32]), True, rank, 2)
-    for group, said in ((dist.GroupMember.NON_GROUP_MEMBER, "this rank is not in the group"), ("x", "group='x': pass")):
-        with pytest.raises(ValueError, match=said):
+    for group, message in (
+        (dist.GroupMember.NON_GROUP_MEMBER, "this rank is not in the group"),
+        ("x", "group='x': pass"),
+    ):
+        with pytest.raises(ValueError, match=message):
             compat.ring_flash_attn_func(q, q, q, group=group)
 
 

@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused():
     plan = ra.Plan(32, 2, 2, layout="zigzag")
     made = plan.for_docs(docs)
     assert made == ra.Plan(32, 2, 2, layout="zigzag", docs=docs) != plan and "zigzag of each document" in str(made)
-    for base, packed, said in (
+    for base, packed, message in (
         (plan, Docs.from_lengths([12, 20]), "a document of 12 tokens cannot be cut over 4 ranks .* multiple of 8"),
         (plan, Docs.from_lengths([16], pad_to=20), "a document of 4 tokens cannot"),
         (plan, Docs.from_lengths([[8, 8], [16, 0]]), "rows with other documents would lie on other ranks"),
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused():
         (plan.replace(axes=Ranks(None, None, "jax", "cpu", here=False)), docs, "for_docs is not supported in JAX"),
         (made, Docs.from_lengths([4, 28]), "a document of 4 tokens"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             base.for_docs(packed)
     with pytest.raises(ValueError, match=r"has their length: use plan.for_docs\(docs\)"):
         made.for_length(64)

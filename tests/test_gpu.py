@@ -203,7 +203,9 @@ def axis_of_training() -> str:
 
 def test_shared_memory_is_found_where_groups_have_gloo_too():
     backend_for(2, "group")
-    assert all("symmetric memory" in said for said in run_processes(axis_of_training, 2, backend="cpu:gloo,cuda:nccl"))
+    assert all(
+        "symmetric memory" in message for message in run_processes(axis_of_training, 2, backend="cpu:gloo,cuda:nccl")
+    )
 
 
 def one_dies(folder: str, victim: int, transport: str) -> None:
@@ -236,9 +238,9 @@ def test_a_rank_that_is_killed_is_named_by_all_others_in_time(ranks, victim, tmp
         run_processes(
             one_dies, ranks, str(tmp_path), victim, "symmetric", backend=backend, collective_timeout=5.0, grace=12.0
         )
-    said = {int(p.name): p.read_text() for p in tmp_path.iterdir()}
-    assert sorted(said) == [r for r in range(ranks) if r != victim]
-    for text in said.values():
+    output = {int(p.name): p.read_text() for p in tmp_path.iterdir()}
+    assert sorted(output) == [r for r in range(ranks) if r != victim]
+    for text in output.values():
         seconds, error = text.split(" ", 1)
         assert float(seconds) < 12 and f"rank {victim} within 5 s (keys of step" in error, text
 
@@ -247,7 +249,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others_in_time(ranks, victim, tmp
 def test_kernels_run_where_their_tensors_are():
     """Whichever device is current: attention with its gradients, prefill, a step, merged rectangles, and linear."""
 
-    def found(device: str) -> list[torch.Tensor]:
+    def results(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
         q, k, v = (torch.randn(1, 256, 4, 64).to(device, torch.bfloat16).requires_grad_() for _ in range(3))
         out = ra.attention(q, k, v)
@@ -260,5 +262,5 @@ def test_kernels_run_where_their_tensors_are():
         return [x.detach().cpu() for x in (out, q.grad, k.grad, v.grad, *steps, scanned, cudnn)]
 
     assert torch.cuda.current_device() == 0
-    for here, there in zip(found("cuda:0"), found("cuda:1"), strict=True):
+    for here, there in zip(results("cuda:0"), results("cuda:1"), strict=True):
         assert torch.equal(here, there)

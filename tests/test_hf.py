@@ -363,7 +363,7 @@ def mamba():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: build("Llama", attention_dropout=0.1), "LlamaForCausalLM has attention_dropout=0.1"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
@@ -374,14 +374,14 @@ def mamba():
     ],
     ids=["dropout", "linear", "pooled", "routers", "t5", "mamba"],
 )
-def test_what_is_not_supported_is_refused_by_name(make, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_is_not_supported_is_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
         hf.prepare(make(), plan_of_one())
 
 
 def test_linear_layers_that_cannot_be_spread_are_refused():
-    def refused(model, said, plan=None):
-        with pytest.raises(ValueError, match=said):
+    def refused(model, message, plan=None):
+        with pytest.raises(ValueError, match=message):
             hf.prepare(model, plan or plan_of_one())(batch() % 50)
 
     mixers = small("mamba2", num_heads=8, head_dim=8, state_size=8, n_groups=2)
@@ -561,7 +561,7 @@ def test_a_compiled_model_is_prepared_inside_and_a_wrapped_one_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("plan", "over", "said"),
+    ("plan", "over", "message"),
     [
         (lambda: None, (), "plan is of type NoneType; pass a mesh of torch"),
         (lambda: "ring", (), "plan is of type str"),
@@ -570,9 +570,9 @@ def test_a_compiled_model_is_prepared_inside_and_a_wrapped_one_is_refused():
         (plan_of_one, ("data",), "is given no mesh with an axis 'data'"),
     ],
 )
-def test_a_refused_model_is_as_it_was(plan, over, said):
+def test_a_refused_model_is_as_it_was(plan, over, message):
     model = build("Llama")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         hf.prepare(model, plan(), over=over)
     assert model.config._attn_implementation == "eager"
     hf.prepare(model, plan_of_one())(batch())
@@ -581,7 +581,7 @@ def test_a_refused_model_is_as_it_was(plan, over, said):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"input_ids": [[1, 2]]}, "input_ids is of type list; pass torch.tensor"),
         ({"input_ids": torch.ones(5, dtype=torch.long)}, r"input_ids has shape \(5,\); expected \[batch, tokens\]"),
@@ -592,8 +592,8 @@ def test_a_refused_model_is_as_it_was(plan, over, said):
         ({"input_ids": batch(), "position_ids": torch.arange(T)}, r"position_ids has shape \(37,\)"),
     ],
 )
-def test_what_is_no_whole_sequence_is_named(given, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_whole_sequence_is_named(given, message):
+    with pytest.raises(ValueError, match=message):
         hf.prepare(build("Llama"), plan_of_one())(**given)
 
 

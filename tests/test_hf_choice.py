@@ -92,13 +92,13 @@ def test_a_length_can_be_named_and_generate_chooses_too():
 
 def test_what_a_mesh_cannot_be_is_refused():
     def one_rank(mesh):
-        for given, more, said in (
+        for given, more, message in (
             (mesh, {"over": ("data",)}, "is given no mesh with an axis 'data'"),
             (mesh, {"axes": {"sequence": "cp"}}, "the mesh has axes"),
             (ra.plan(mesh, seq_len=8), {"seq_len": 8}, "axes and seq_len belong to a mesh"),
             (ra.plan(mesh, seq_len=8), {}, "ulysses=4 does not divide 6 query heads; use ulysses=2, ring=2"),
         ):
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 mine = hf.prepare(build(num_attention_heads=6, num_key_value_heads=2, head_dim=8), given, **more)
                 mine(torch.zeros(1, 8, dtype=torch.long))
 

@@ -83,7 +83,7 @@ def test_the_page_lists_these_and_no_others():
     page = (Path(__file__).parent.parent / "docs" / "reference" / "tested-models.md").read_text()
     listed = re.search(r"tiny random models of each:\s+(.*?)\.\n", page, re.DOTALL)
     assert listed
-    known = {CLASSES[kind] for kind in MODELS if kind in CLASSES}
-    names = {re.sub("ForCausalLM|LMHeadModel", "", name) for name in known}
+    supported = {CLASSES[kind] for kind in MODELS if kind in CLASSES}
+    names = {re.sub("ForCausalLM|LMHeadModel", "", name) for name in supported}
     results = listed[1].replace("\n", " ").split(", ")
-    assert results == sorted(results, key=str.lower) and (names == set(results) or len(known) < len(MODELS))
+    assert results == sorted(results, key=str.lower) and (names == set(results) or len(supported) < len(MODELS))

@@ -243,7 +243,7 @@ def examples(n: int = 7) -> list[dict]:
     return [{"input_ids": x, "labels": x, "text_id": x[0]} for x in rows]
 
 
-def trainer_of(folder: Path, dataset=None, over=(), **said):
+def trainer_of(folder: Path, dataset=None, over=(), **arguments):
     """A trainer on this rank alone, which notes what its model is given."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -259,9 +259,9 @@ def trainer_of(folder: Path, dataset=None, over=(), **said):
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, num_hidden_layers=1, **shape))
     model = hf.prepare(model, ra.plan(seq_len=10), over=over)
-    said = {"num_train_epochs": 3, "per_device_train_batch_size": 2, "save_strategy": "no", **said}
-    mine = {name: said.pop(name) for name in ("compute_loss_func",) if name in said}
-    args = TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **said)
+    arguments = {"num_train_epochs": 3, "per_device_train_batch_size": 2, "save_strategy": "no", **arguments}
+    mine = {name: arguments.pop(name) for name in ("compute_loss_func",) if name in arguments}
+    args = TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **arguments)
     trainer = LongTrainer(model=model, args=args, train_dataset=examples() if dataset is None else dataset, **mine)
     trainer.seen = seen
     return trainer
@@ -342,9 +342,9 @@ def test_loading_works_as_documented(tmp_path: Path) -> None:
     ordered = trainer_of(tmp_path, train_sampling_strategy="sequential", num_train_epochs=1, dataloader_drop_last=True)
     ordered.train()
     assert ordered.seen == [[0, 1], [2, 3], [4, 5]]  # and nobody asked the model about text_id
-    said = {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    options = {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True, "multiprocessing_context": "spawn"}
     loader = trainer_of(
-        tmp_path, **{f"dataloader_{name}": value for name, value in said.items()}
+        tmp_path, **{f"dataloader_{name}": value for name, value in options.items()}
     ).get_train_dataloader()
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
     assert loader.multiprocessing_context.get_start_method() == "spawn"
@@ -412,15 +412,15 @@ def test_a_stream_is_read_by_all_ranks_of_a_plan_and_not_dealt_out(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("options", "name"),
     [
         ({"label_smoothing_factor": 0.5}, "label_smoother"),
         ({"compute_loss_func": lambda *a, **b: None}, "compute_loss_func"),
     ],
 )
-def test_a_loss_of_all_logits_is_refused(tmp_path: Path, said: dict, name: str) -> None:
+def test_a_loss_of_all_logits_is_refused(tmp_path: Path, options: dict, name: str) -> None:
     with pytest.raises(ValueError, match=f"this trainer has a {name}, which needs all logits on one rank"):
-        trainer_of(tmp_path, **said).train()
+        trainer_of(tmp_path, **options).train()
 
 
 @pytest.mark.slow

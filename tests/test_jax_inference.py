@@ -153,10 +153,10 @@ def test_a_batch_and_heads_may_be_cut_too(kind):
 
 def test_a_cache_explains_what_will_be_sent_and_says_what_fits():
     cache = cache_of(*(jnp.zeros((1, 64, 2, 16)) for _ in range(2)), max_len=64)
-    said = cache.explain(chunk=8, heads=4)
-    assert "KVCache(lengths [0] of 64, over 1 ranks)" in said
-    assert "a chunk of 8 tokens: queries travel (queries: 0.0 MB sent, 0.00 ms exposed; keys: 0.0 MB" in said
-    assert "a decoded token: partials of 0.3 kB a rank, exchanged by gather" in said
+    text = cache.explain(chunk=8, heads=4)
+    assert "KVCache(lengths [0] of 64, over 1 ranks)" in text
+    assert "a chunk of 8 tokens: queries travel (queries: 0.0 MB sent, 0.00 ms exposed; keys: 0.0 MB" in text
+    assert "a decoded token: partials of 0.3 kB a rank, exchanged by gather" in text
     assert cache.room() == 64 and jax.jit(lambda cache: cache.room())(cache) == 64
 
 

@@ -376,10 +376,10 @@ def test_two_processes_of_two_devices_each():
         for i in range(2)
     ]  # fmt: skip
     try:
-        said = [w.communicate(timeout=600) for w in workers]
+        outputs = [w.communicate(timeout=600) for w in workers]
     finally:
         for w in workers:
             w.kill()
-    for worker, (out, err) in zip(workers, said, strict=True):
+    for worker, (out, err) in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, err[-2000:]
         assert max(json.loads(out.splitlines()[-1])) <= LIMIT

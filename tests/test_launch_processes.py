@@ -147,5 +147,5 @@ def test_a_terminals_interrupt_is_answered_in_a_line_while_things_are_imported(t
     )  # fmt: skip
     assert "writes to" in command.stdout.readline()  # from now on the fork server imports torch
     os.killpg(command.pid, signal.SIGINT)
-    said, _ = command.communicate(timeout=60)
-    assert "stopped" in said.splitlines()[-1] and "Traceback" not in said
+    output, _ = command.communicate(timeout=60)
+    assert "stopped" in output.splitlines()[-1] and "Traceback" not in output

@@ -1,9 +1,11 @@
 """Who may import whom: plain Python below, kernels and comms apart, frameworks above, launch on top."""
 
 import ast
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,9 +31,10 @@ PLAIN = [
     "transport",
     "planning",
     "mask",
+    "recipe",
+    "footprint",
     "predict",
     "simulation",
-    "recipe",
     "spmd",
     "segments",
     "check.arguments",
@@ -171,3 +174,43 @@ def test_a_word_of_the_glossary_is_the_name_of_one_class():
                 if isinstance(node, ast.ClassDef) and node.name in names:
                     places.setdefault(node.name, []).append(at)
     assert not {name: at for name, at in places.items() if len(at) > 1}
+
+
+NO_LRU = ("one for each", "until the process ends", "1")  # what a plain dict or list may be
+
+
+def caches(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The caches of a module, each with what its limit may be called."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        for how in map(ast.unparse, getattr(node, "decorator_list", [])):
+            kind, size = how.split("(")[0], re.findall(r"maxsize=(\d+)", how)
+            if kind in ("lru_cache", "cache", "cached"):
+                yield node.name, tuple(size) or ({"lru_cache": "128", "cache": "one for each", "cached": "64"}[kind],)
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            value = ast.unparse(node.value)
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            if "lru_cache" in value:
+                yield name, tuple(re.findall(r"maxsize=(\d+)", value)) or ("128",)
+            elif value in ("{}", "[]", "set()") or value.startswith("Weak"):
+                yield name, ("weak: those that live",) if value.startswith("Weak") else NO_LRU
+
+
+def test_the_table_of_caches_is_the_code():
+    _, _, table = (ROOT / "docs/explanation/map.md").read_text().partition("| caches of functions and modules |")
+    listed, path = {}, ""
+    for row in table.splitlines()[2:]:
+        _, names, _, most, _ = row.split("|")
+        limits = [limit.strip().replace(",", "") for limit in most.split(";")]
+        for i, group in enumerate(names.split(";")):
+            for name in re.findall(r"`([^`]+)`", group):
+                if name.endswith(".py"):
+                    path = name
+                else:
+                    listed[path, name] = limits[min(i, len(limits) - 1)]
+    files = [path for room in ("ringattn", "kernels", "comms") for path in (ROOT / room).rglob("*.py")]
+    for path in {str(path.resolve().relative_to(ROOT.resolve())) for path in files}:
+        for name, limits in caches(ROOT / path):
+            assert path.startswith("launch") or listed.pop((path, name), "nothing") in limits, (path, name)
+    assert not listed

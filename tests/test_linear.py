@@ -19,7 +19,7 @@ GATES = ("channel", "head", None)
 RULES = ({}, {"beta": True, "key_heads": 1})
 
 
-def found(given, begin, start=True, passes=chunkwise, keep=False):
+def results(given, begin, start=True, passes=chunkwise, keep=False):
     """out, end and every gradient by the functions of a kernel; `keep`: the states before all chunks."""
     x = Inputs(*(given[n] for n in LEAVES), begin, K**-0.5)
     state, dout, dend = given["state"] if start else None, given["dout"], given["dend"]
@@ -85,12 +85,12 @@ def test_the_chunkwise_form_equals_the_recurrence(gate, lengths, dtype, limit, m
         monkeypatch.setattr(chunkwise, "AT_ONCE", 1)
         monkeypatch.setattr(chunkwise, "KEPT", 0)
     given, begin = inputs(T, gate, dtype, **rule), begins(lengths, T)
-    check(found(given, None if begin is None else begin.int()), truth(T, gate, lengths, dtype, **rule), limit)
+    check(results(given, None if begin is None else begin.int()), truth(T, gate, lengths, dtype, **rule), limit)
 
 
 def test_without_a_start_state_it_is_zero():
     given, zero = inputs(T, "channel", beta=True), torch.zeros_like(inputs(1, None)["state"])
-    with_zeros, without = (found({**given, "state": zero}, None, start) for start in (True, False))
+    with_zeros, without = (results({**given, "state": zero}, None, start) for start in (True, False))
     for name in with_zeros:
         assert torch.equal(with_zeros[name], without[name]), name
 
@@ -101,7 +101,7 @@ def test_without_a_start_state_it_is_zero():
 def test_states_that_are_kept_and_states_walked_again_give_the_same_bits(gate, at_once, rule, monkeypatch):
     monkeypatch.setattr(chunkwise, "AT_ONCE", at_once)
     given, begin = inputs(T, gate, torch.float32, **rule), begins(PACKED, T).int()
-    again, kept = (found(given, begin, keep=keep) for keep in (False, True))
+    again, kept = (results(given, begin, keep=keep) for keep in (False, True))
     for name in again:
         assert torch.equal(again[name], kept[name]), name
 
@@ -113,7 +113,7 @@ def test_gates_near_one_and_near_zero_lose_no_precision(gate, deep, rule):
     """Also where both meet: a gate of exp(-3000) must not take the bits of the sums beside it along."""
     given = inputs(T, gate, torch.float32, deep, **rule)
     exact = dict(truth(T, gate, None, torch.float32, deep, **rule))
-    result = found(given, None)
+    result = results(given, None)
     assert result["dstate"].norm() <= 1.001 * exact["dstate"].norm()
     if deep > 1000:
         exact.pop("dstate"), result.pop("dstate")  # below the smallest float32
@@ -155,7 +155,7 @@ def test_any_lengths_and_borders(data):
     begin = torch.tensor([max(b for b in borders if b <= t) for t in range(length)])
     begin = torch.where(begin == 0, data.draw(st.sampled_from([0, -1, -100])), begin)[None]
     given = inputs(length, data.draw(st.sampled_from(GATES)), **data.draw(st.sampled_from(RULES)))
-    result = found(given, begin.int())
+    result = results(given, begin.int())
     out, end = recurrent(Inputs(*(given[n] for n in LEAVES), begin, K**-0.5), given["state"])
     check({"out": result["out"], "end": result["end"]}, {"out": out, "end": end}, 1e-10)
 

@@ -34,10 +34,10 @@ def over_gpus(ranks: int, truths: dict[Any, dict[str, torch.Tensor]]) -> dict[st
             expected = {n: x.cuda() for n, x in truths[gate, lengths].items()}
             for scan, kernel, linear.SHARE in product(WAYS, ("chunkwise", "triton"), (0.5, 0.0)):
                 how = {"layout": layout, "scan": scan, "kernel": kernel}
-                one, share = errors(mesh, given, expected, docs_of(lengths, T), **how)
+                error, share = errors(mesh, given, expected, docs_of(lengths, T), **how)
                 how_kept = "walked again" if linear.SHARE == 0.0 else "kept"
                 name = f"{ring}x{ulysses} {layout} {gate} {scan} {kernel} {how_kept}"
-                results[name] = (gate, lengths), one, share.cpu().numpy()
+                results[name] = (gate, lengths), error, share.cpu().numpy()
     return results
 
 

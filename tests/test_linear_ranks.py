@@ -27,7 +27,7 @@ from ringattn.machine import load
 from ringattn.planning import Plan
 from ringattn.segments import WAYS, choose, order, segments
 from ringattn.torch.linear import call as linear
-from ringattn.torch.linear import states
+from ringattn.torch.linear.states import Path
 
 T = 61  # a prime: no number of ranks divides it
 LONG = 8 * 2 * 70 - 3  # segments of more than one chunk on eight ranks
@@ -183,7 +183,7 @@ def test_a_scan_over_many_ranks_equals_the_sequential_result(ranks, layout, scan
         mine = ra.plan(mesh, seq_len=2 * ranks, layout=layout)
         r = mine.ring_axis.rank
         way = choose(mine, scan, 16, 3)
-        flying = states.Exchange(mine, Map(decay[r], kv[r]), start, way, backward, end_everywhere=True)
+        flying = Path(mine, way, backward).start(Map(decay[r], kv[r]), start, end_everywhere=True)
         return flying.before(), flying.behind
 
     for r, (before, end) in enumerate(run(one_rank, ring=ranks)):
@@ -199,7 +199,7 @@ def test_states_are_on_their_way_before_anybody_waits(scan):
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64, layout="contiguous")
         own = Map(torch.rand(1, 1, 4, 1), torch.randn(1, 1, 4, 3))
-        flying = states.Exchange(plan, own, None, choose(plan, scan, 16, 3))
+        flying = Path(plan, choose(plan, scan, 16, 3)).start(own, None)
         sent = plan.ring_axis.sent
         assert flying.before() is flying.before()  # and waited for once
         return sent
@@ -414,9 +414,9 @@ def test_one_ranks_bad_gate_is_every_ranks_error():
 
 def test_verify_runs_linear_attention_too(capsys, monkeypatch):
     assert words.main(["verify", "ranks=2", "cases=linear_packed,linear_head"]) == 0
-    said = capsys.readouterr().out
-    assert "20 of 20 cases pass" in said  # 2 features x (3 ways of the states x (2 on the ring + Ulysses) + balanced)
-    assert "end       dq       dk       dv       dg    dbeta   dstate" in said and "dsinks" not in said
+    output = capsys.readouterr().out
+    assert "20 of 20 cases pass" in output  # 2 features x (3 ways of the states x (2 on the ring + Ulysses) + balanced)
+    assert "end       dq       dk       dv       dg    dbeta   dstate" in output and "dsinks" not in output
 
     def off(*args, **how):
         errors, share = exact(*args, **how)

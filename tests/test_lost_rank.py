@@ -64,13 +64,13 @@ def a_closed_connection_everywhere(folder: str, strategy: dict[str, int]) -> Non
         "reduce_scatter": lambda: axis.reduce_scatter(x).wait(),
         "words": lambda: axis.exchange_words("x"),
     }
-    said = []
+    messages = []
     for call in calls.values() if axis.peer(there) == 3 else ():
         try:
             call()
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    Path(folder, str(rank)).write_text("\n".join(said))
+            messages.append(f"{type(error).__name__}: {error}")
+    Path(folder, str(rank)).write_text("\n".join(messages))
     raise RuntimeError("the end of this rank")
 
 
@@ -91,9 +91,9 @@ def test_a_connection_that_is_closed_already_is_the_same_error_for_every_transfe
     }[strategy.get("ring")]  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == set("012")
     for path in tmp_path.iterdir():
-        said = path.read_text().splitlines()
-        assert len(said) == (5 if path.name in needing else 0)
-        for line in said:
+        output = path.read_text().splitlines()
+        assert len(output) == (5 if path.name in needing else 0)
+        for line in output:
             assert line.startswith(f"ConnectionError: {name} rank ") and f" lost {name} rank {whom}" in line, line
 
 
@@ -119,8 +119,8 @@ def a_local_error_and_then_a_loss(folder: str) -> None:
 def test_an_error_of_its_own_is_no_loss_and_not_reported_as_one_later(tmp_path):
     with pytest.raises(RankError, match="killed by signal 9"):
         run(a_local_error_and_then_a_loss, 3, str(tmp_path), collective_timeout=TIMEOUT, grace=TIMEOUT)
-    said = [path.read_text() for path in tmp_path.iterdir()]
-    assert len(said) == 2 and all("lost ring rank 2 (words)" in one and "meta" not in one for one in said)
+    output = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(output) == 2 and all("lost ring rank 2 (words)" in each and "meta" not in each for each in output)
 
 
 def with_a_deadly_kernel(backward, *args):
@@ -145,10 +145,10 @@ def a_rank_that_hangs(folder: str, what: str, sizes: dict[str, int], detail: boo
         time.sleep(0.05)
     try:
         call()
-        said = "nothing"
+        message = "nothing"
     except ConnectionError as error:
-        said = str(error)
-    Path(folder, str(rank)).write_text(f"{time.monotonic() - start:.1f} {said}")
+        message = str(error)
+    Path(folder, str(rank)).write_text(f"{time.monotonic() - start:.1f} {message}")
     raise RuntimeError("the end of this rank")
 
 
@@ -167,13 +167,13 @@ def agreeing_to_stop(folder: str, sizes: dict[str, int]) -> Callable[[], object]
 
 
 def a_checkpoint(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
-    one = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(one.parameters())
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
     checkpoint.start_moments(optimizer)
     saved = checkpoint.Checkpoints(
         Path(folder).with_suffix(".run"), 1, dist.new_group(timeout=timedelta(seconds=SHORT))
     )
-    return lambda: (saved.save(4, one, optimizer, {}), saved.finish())
+    return lambda: (saved.save(4, layer, optimizer, {}), saved.finish())
 
 
 def a_plan(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
@@ -195,7 +195,7 @@ HANGING = {"attention": an_attention, "mesh": a_mesh, "plan": a_plan, "stop": ag
     ],
 )
 def test_a_rank_that_hangs_is_named_by_all_others_in_time(what, sizes, detail, tmp_path):
-    ranks, folder = prod(sizes.values()), tmp_path / "said"
+    ranks, folder = prod(sizes.values()), tmp_path / "words"
     folder.mkdir()
     with pytest.raises(RankError):
         run(
@@ -203,11 +203,11 @@ def test_a_rank_that_hangs_is_named_by_all_others_in_time(what, sizes, detail, t
             collective_timeout=SHORT, grace=6 * SHORT, preload=("ringattn.launch.train.trainer",),
         )  # fmt: skip
     for rank in set(range(ranks)) - {HANGS}:
-        seconds, _, said = (folder / str(rank)).read_text().partition(" ")
-        assert 0.9 * SHORT < float(seconds) < 4 * SHORT, f"rank {rank} after {seconds} s: {said}"
-        assert f"rank {HANGS} of {ranks}" in said or f"rank {HANGS} did" in said or f"lost ring rank {HANGS}" in said, (
-            said
-        )
+        seconds, _, output = (folder / str(rank)).read_text().partition(" ")
+        assert 0.9 * SHORT < float(seconds) < 4 * SHORT, f"rank {rank} after {seconds} s: {output}"
+        assert (
+            f"rank {HANGS} of {ranks}" in output or f"rank {HANGS} did" in output or f"lost ring rank {HANGS}" in output
+        ), output
 
 
 def a_rank_that_is_late_itself(folder: str) -> None:
@@ -215,8 +215,8 @@ def a_rank_that_is_late_itself(folder: str) -> None:
     plan = ra.plan(ra.init_mesh(ring=3, device_type="cpu"), seq_len=9)
     axis, waits_for = plan.ring_axis, {0: 1, 2: 0}
     if (peer := waits_for.get(axis.rank)) is not None:
-        said = lost.Lost(axis, [[peer]], "keys").error(0, "Timed out waiting 4000ms for send operation to complete")
-        Path(folder, str(axis.rank)).write_text(said)
+        message = lost.Lost(axis, [[peer]], "keys").error(0, "Timed out waiting 4000ms for send operation to complete")
+        Path(folder, str(axis.rank)).write_text(message)
     dist.barrier()
 
 
@@ -236,9 +236,9 @@ def test_all_others_name_it_and_the_step(victim, route, stays, tmp_path):
             calls_until_one_dies, RANKS, str(tmp_path), victim, route, stays,
             collective_timeout=TIMEOUT, grace=3 * TIMEOUT,
         )  # fmt: skip
-    said = {int(p.name): p.read_text() for p in tmp_path.iterdir()}
-    assert sorted(said) == [r for r in range(RANKS) if r != victim]
-    for rank, text in said.items():
+    output = {int(p.name): p.read_text() for p in tmp_path.iterdir()}
+    assert sorted(output) == [r for r in range(RANKS) if r != victim]
+    for rank, text in output.items():
         seconds, error = text.split(" ", 1)
         assert float(seconds) < 1.5 * TIMEOUT, f"rank {rank}: {text}"
         assert f"lost ring rank {victim} (" in error and ("step" in error or "round" in error), f"rank {rank}: {text}"

@@ -61,7 +61,7 @@ X = torch.zeros(2, 6, 32)
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: Attention(32, 4, 2, 7), "head_dim=7 is odd; rotary positions turn pairs"),
         (lambda: Attention(32, 4, 2, 0), "heads of size 0"),
@@ -81,6 +81,6 @@ X = torch.zeros(2, 6, 32)
         (lambda: StreamingAttention(32, 4).prefill(X, ra.plan(seq_len=5)), "x has 6 tokens, a rank of this plan holds"),
     ],
 )
-def test_what_does_not_fit_is_named(call, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_does_not_fit_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
         call()

@@ -63,7 +63,7 @@ def test_explain_opens_with_a_sentence_and_shows_the_best_candidates_and_the_ker
     first, second, *lines = plan.explain().splitlines()
     assert first.endswith(("hidden", "long", "steps")) or ("takes" in first and second == str(plan))
     data = json.loads(plan.explain(json=True))
-    times = [one["seconds"] for one in data["candidates"]]
+    times = [candidate["seconds"] for candidate in data["candidates"]]
     assert len(times) >= 6 and times == sorted(times) and data["plan"] == str(plan)
     rows = [line for line in lines if line.startswith(("  ring ", "  gather ", "  ulysses "))]
     assert len(rows) == min(10, len(times)) and max(map(len, rows)) <= 100
@@ -110,9 +110,9 @@ def test_gather_has_no_route():
     plan = run(lambda mesh: one_rank(mesh, strategy="gather"), ring=2)[0]
     assert "route direct" not in plan.explain() and "route relay" not in plan.explain()
     assert "gather: every rank's keys come at once, over threads; in backward their gradients" in plan.explain()
-    said = run(lambda mesh: one_rank(mesh, strategy="ring"), ring=4, hosts=2)[0].explain()
-    assert "in backward 8.4 MB a block, gradients in float32" in said
-    assert "-0.000" not in said and "gloo" not in said
+    text = run(lambda mesh: one_rank(mesh, strategy="ring"), ring=4, hosts=2)[0].explain()
+    assert "in backward 8.4 MB a block, gradients in float32" in text
+    assert "-0.000" not in text and "gloo" not in text
 
 
 @pytest.mark.parametrize(("kv_heads", "groups", "far"), [(8, 2, 2), (16, 2, 4), (12, 3, 3), (4, 1, 1), (2, 1, 1)])
@@ -124,13 +124,13 @@ def test_heads_are_exchanged_in_as_many_groups_as_save_time(kv_heads, groups, fa
     def explained(seq_len, machine="h200"):
         return run(lambda mesh: one_rank(mesh, seq_len, machine), ulysses=4)[0]
 
-    def said(groups):
+    def sentence(groups):
         return "all at once" if groups == 1 else f"in {groups} groups"
 
-    assert f"heads exchanged {said(groups)} (" in explained(131072)
+    assert f"heads exchanged {sentence(groups)} (" in explained(131072)
     assert "heads exchanged all at once (" in explained(16384)
     slow = load("h200").replace(inside=Link(25e9, 25e-6))
-    assert f"heads exchanged {said(far)} (" in explained(131072, slow)
+    assert f"heads exchanged {sentence(far)} (" in explained(131072, slow)
     assert "heads exchanged all at once (" in explained(1024, slow)
 
 

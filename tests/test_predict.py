@@ -74,18 +74,16 @@ def test_predictions_are_within_15_percent_of_nine_in_ten_measured_rows():
     assert np.mean(np.array(off) < 0.15) >= 0.9 and np.mean(np.array(off) < 0.3) >= 0.95, np.sort(off)[-30:]
 
 
-def test_memory_is_within_10_percent_of_most_measured_peaks():
-    """Those since gradients are kept as parts; before, rings held more. Where heads are swapped, of all."""
-    newest = ("60ac3e5", "92f9ad5", "893259e", "1771a85", "59a87e9", "40a52c9")
-    off, swapped = [], []
+def test_memory_of_rings_of_four_is_counted():
+    """Long rows of our kernel. Those of short documents are older than gradients in bfloat16 where nothing travels."""
+    off = []
     for name, row, _ in measured():
-        swaps = row["ulysses"] > 1 or row["strategy"] == "gather"
-        if row.get("peak") and (swaps or row["commit"].startswith(newest)):
-            local = row["tokens"] // row["ranks"]
+        if row.get("peak") and row["ranks"] == 4 and row["kernel"] == "triton" and row["tokens"] >= 2**17:
+            local = row["tokens"] // 4
             held = 8 * local * (row["heads"] + row["kv_heads"]) * 128 + 4 * local * row["heads"]
-            (swapped if swaps else off).append(abs(cost_of(name, row)[0].memory / held / row["peak"] - 1))
-    assert len(swapped) == 8 and max(swapped) < 0.1, swapped
-    assert len(off) > 40 and np.mean(np.array(off) < 0.1) >= 0.85 and max(off) < 0.3, sorted(off)
+            if row["mask"] in ("causal", "long") and not row["commit"].startswith("f6f4186"):  # it folded nothing
+                off.append(cost_of(name, row)[0].memory / held / row["peak"] - 1)
+    assert len(off) > 15 and max(map(abs, off)) < 0.02, off
 
 
 def test_the_hosts_of_a_ring():
@@ -197,13 +195,19 @@ def test_missing_numbers_and_files_are_named(tmp_path):
 
 
 def test_choices_for_two_h100s_are_the_fastest_measured_candidates(monkeypatch):
-    """Within 5% in all settings of `ringattn bench plans`; of single calls 9 in 10 are predicted within 15%."""
+    """Within 5% in all settings of `ringattn bench plans`; of single calls 9 in 10 are predicted within 15%.
+
+    The memory of a choice is within 10%, and that of every candidate of kernels whose memory is known within 3.5%: what
+    cuDNN takes for some shapes is not.
+    """
     monkeypatch.setattr(candidates, "chosen", lambda problem, plan, backward: plan.kernel)  # also if not installed here
     monkeypatch.setattr(choosing, "kernel_report", lambda *given: [])
     measured: dict[str, dict[tuple[str, ...], float]] = {}
+    peaks: dict[tuple[str, ...], float] = {}
     for row in map(json.loads, (ROWS / "plans-h100.jsonl").read_text().splitlines()):
         of_setting = measured.setdefault(row["setting"], {})
         of_setting[row["plan"].split()[0], row["layout"], row["mode"]] = row["ms"]
+        peaks[row["setting"], row["plan"].split()[0], row["layout"]] = row["gib"] * 2**30
     off, machine, both = [], machines.load("h100"), "forward+backward"
     for word, times in measured.items():
         setting = setting_of(word, SimpleNamespace(head_dim=128, device="cuda"))
@@ -211,7 +215,12 @@ def test_choices_for_two_h100s_are_the_fastest_measured_candidates(monkeypatch):
             elsewhere("cuda", [(2, 1), (1, 2)], gpus=2), seq_len=setting.case.tokens, head_dim=128, machine=machine,
             heads=(setting.heads, setting.kv_heads), kernel=setting.kernel, **setting.case.asked,
         )  # fmt: skip
-        choice = first(plan)
+        candidates_of = json.loads(plan.explain(json=True))["candidates"]
+        for each in candidates_of:
+            if (peak := peaks.get((word, each["strategy"], each["layout"]))) and setting.kernel != "cudnn":
+                assert abs(each["memory"] / peak - 1) < 0.035, (word, each)
+        choice = candidates_of[0]
+        assert abs(choice["memory"] / peaks[word, choice["strategy"], choice["layout"]] - 1) < 0.1, word
         way, seconds = (choice["strategy"], choice["layout"]), 0.0
         assert times[*way, both] < 1.05 * min(ms for (*_, mode), ms in times.items() if mode == both), word
         for name, mode in (("forward", "forward"), ("backward", both)):

@@ -40,16 +40,16 @@ class Run:
     """`ringattn train cluster=ray` in a process of its own, whose output is read as it comes."""
 
     def __init__(self, folder: Path, *words: str):
-        self.folder, self.said = folder, folder / "said"
+        self.folder, self.output = folder, folder / "output"
         folder.mkdir(exist_ok=True)
         self.process = subprocess.Popen(
             (sys.executable, "-m", "ringattn.launch.train", *WORDS, "cluster=ray", f"folder={folder}", *words),
-            env={**os.environ, **ENVIRONMENT}, cwd=folder, stdout=self.said.open("w"), stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT}, cwd=folder, stdout=self.output.open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def ended(self, seconds: float = 900.0) -> str:
         self.process.wait(timeout=seconds)
-        return self.said.read_text()
+        return self.output.read_text()
 
     def steps(self) -> int:
         path = self.folder / "run" / "metrics.jsonl"
@@ -59,13 +59,13 @@ class Run:
         """Wait until so many steps were done since the last attempt began, counting those done twice."""
         end, goal = time.monotonic() + seconds, self.steps() + steps
         while self.steps() < goal:
-            assert self.process.poll() is None, f"ended too early: {self.said.read_text()}"
-            assert time.monotonic() < end, f"nothing happened in time: {self.said.read_text()}"
+            assert self.process.poll() is None, f"ended too early: {self.output.read_text()}"
+            assert time.monotonic() < end, f"nothing happened in time: {self.output.read_text()}"
             time.sleep(0.02)
 
     def pid(self, rank: int) -> int:
         """The process of a rank in the newest attempt."""
-        return int(re.findall(rf"pid=(\d+)\) world_rank={rank},", self.said.read_text())[-1])
+        return int(re.findall(rf"pid=(\d+)\) world_rank={rank},", self.output.read_text())[-1])
 
     def losses(self) -> list[float]:
         return [r["loss"] for r in metrics.read(self.folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
@@ -74,8 +74,8 @@ class Run:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> list[float]:
     run = Run(tmp_path_factory.mktemp("whole"), "cluster=local", "save_every=0")
-    said = run.ended()
-    assert run.process.returncode == 0, said
+    output = run.ended()
+    assert run.process.returncode == 0, output
     return run.losses()
 
 
@@ -111,9 +111,9 @@ def test_a_killed_rank_and_a_killed_node_cost_nothing_but_time(cluster, tmp_path
     os.kill(run.pid(1), signal.SIGKILL)
     run.after(steps=7)
     cluster.remove_node(node_of(cluster, run.pid(1)), allow_graceful=False)
-    said = run.ended()
-    assert run.process.returncode == 0, said
-    assert len(set(re.findall(r"goes on after step (\d+)", said))) == 2, said
+    output = run.ended()
+    assert run.process.returncode == 0, output
+    assert len(set(re.findall(r"goes on after step (\d+)", output))) == 2, output
     assert run.losses() == undisturbed
 
 
@@ -124,11 +124,11 @@ def test_the_first_attempt_begins_at_the_checkpoint_that_was_named_and_the_next_
     run = Run(tmp_path, f"cluster.address={cluster.address}", "keep=99", f"resume={named}")
     run.after(steps=7)
     os.kill(run.pid(1), signal.SIGKILL)
-    said = run.ended()
-    assert run.process.returncode == 0, said
-    first, second = map(int, re.findall(r"goes on after step (\d+)", said))
+    output = run.ended()
+    assert run.process.returncode == 0, output
+    first, second = map(int, re.findall(r"goes on after step (\d+)", output))
     assert first == 5 and second > 20 and len(run.losses()) == 60
-    assert said.count("set aside what is newer, as NAME.aside: step-00000010, step-00000015, step-00000020") == 1
+    assert output.count("set aside what is newer, as NAME.aside: step-00000010, step-00000015, step-00000020") == 1
 
 
 def test_with_too_few_nodes_it_goes_on_with_fewer_ranks_and_a_sigterm_saves(cluster, tmp_path, undisturbed):
@@ -139,27 +139,27 @@ def test_with_too_few_nodes_it_goes_on_with_fewer_ranks_and_a_sigterm_saves(clus
         cluster.remove_node(node, allow_graceful=False)
     run.after(steps=7)
     run.process.send_signal(signal.SIGTERM)
-    said = run.ended()
-    assert run.process.returncode == 0, said
-    assert "worker group of size 1" in said and "goes on after step" in said
-    done = int(re.search(r"stopped after step (\d+) of 60, saved", said)[1])
+    output = run.ended()
+    assert run.process.returncode == 0, output
+    assert "worker group of size 1" in output and "goes on after step" in output
+    done = int(re.search(r"stopped after step (\d+) of 60, saved", output)[1])
     assert checkpoint.complete(tmp_path / "run" / "checkpoints")[-1].name == checkpoint.name_of(done)
     np.testing.assert_allclose(run.losses(), undisturbed[:done], atol=1e-5)
 
 
 def test_an_impossible_run_is_one_error_and_not_tried_again(cluster, tmp_path):
     run = Run(tmp_path, f"cluster.address={cluster.address}", "data.path=/nowhere", "nproc=1")
-    said = run.ended()
-    assert run.process.returncode == 2, said
-    assert said.splitlines()[-1].startswith("ringattn train: data.path=/nowhere does not exist")
-    assert said.count("does not exist") == 1 and not re.search(r"RayTrainWorker.*Traceback", said), said
+    output = run.ended()
+    assert run.process.returncode == 2, output
+    assert output.splitlines()[-1].startswith("ringattn train: data.path=/nowhere does not exist")
+    assert output.count("does not exist") == 1 and not re.search(r"RayTrainWorker.*Traceback", output), output
     with pytest.raises(ValueError, match="nproc=99 ranks need a CPU each, and Ray has"):
         on_ray.sized(Train(nproc=99, device="cpu"), {"CPU": 3.0})
     os.environ["RAY_AUTH_TOKEN"], token = "0" * 64, os.environ["RAY_AUTH_TOKEN"]
     stranger = Run(tmp_path / "stranger", f"cluster.address={cluster.address}")
     os.environ["RAY_AUTH_TOKEN"] = token
-    said = stranger.ended()
-    assert stranger.process.returncode == 2 and "is the token" in said and "Traceback" not in said, said
+    output = stranger.ended()
+    assert stranger.process.returncode == 2 and "is the token" in output and "Traceback" not in output, output
 
 
 def jax_part(tokens: int) -> tuple[int, int, np.ndarray]:

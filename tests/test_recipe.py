@@ -32,7 +32,7 @@ def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypat
     docs = choices.get("docs")
     monkeypatch.setattr(recipe, "LONG", 0 if "halves" in name else recipe.LONG)
 
-    def one(mesh):
+    def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=60, **{"strategy": "ring"} | choices if sizes["ring"] > 1 else {})
         q, k, v = (torch.randn(1, plan.local_len, h, 8, requires_grad=True) for h in (8, 4, 4))
         ra.attention(q, k, v, plan, docs=docs).sum().backward()
@@ -40,20 +40,20 @@ def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypat
         return plan, str(call), call.recipe
 
     shape = Shape(60, 60, 8, 4, 8, 8, 4)
-    results = run(one, **sizes)
+    results = run(one_rank, **sizes)
     passes: dict[str, dict[int, recipe.Pass]] = {"forward": {}, "backward": {}}
-    for plan, said, mine in results:
+    for plan, text, mine in results:
         other = Recipe(Mask(plan, ra.AttentionSpec(), docs), shape, "cpu", "float32", rank=plan.ring_axis.rank)
-        assert mine == other and hash(mine) == hash(other) and said == str(other)
+        assert mine == other and hash(mine) == hash(other) and text == str(other)
         for which, ranks in passes.items():
             ranks[other.rank] = getattr(other, which)
     if plan.strategy == "gather":
-        assert "in 2 groups" in said and "step 1: keys [0, 60)" in said
+        assert "in 2 groups" in text and "step 1: keys [0, 60)" in text
         return
-    assert ("query heads 0 to 4" in said) == ("halves" in name)
+    assert ("query heads 0 to 4" in text) == ("halves" in name)
     for ranks in passes.values():  # what one rank reads is what the other shows, at the same step
         for i in range(len(ranks[0].rounds)):
-            steps = {rank: one.rounds[i].steps for rank, one in ranks.items()}
+            steps = {rank: each.rounds[i].steps for rank, each in ranks.items()}
             read = {(j, a, b): sum(map(len, places.at)) for a, mine in steps.items()
                     for j, step in enumerate(mine) for b, places in step.brought.items()}  # fmt: skip
             shown = {(j, a, b): sum(map(len, ranges)) for b, mine in steps.items()

@@ -15,7 +15,7 @@ from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.machine import load
 from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, keys_at_once, prefill_moves
 from ringattn.torch.inference import call as calls
-from ringattn.torch.inference import chunk, meeting
+from ringattn.torch.inference import chunk, function
 from ringattn.torch.inference.cache import KVCache
 
 H200, CPU = load("h200"), load("cpu")
@@ -56,7 +56,7 @@ def test_the_chunks_own_keys_which_all_are_sent_anyway_do_not_travel_again():
 @pytest.mark.parametrize("sizes", [{"ring": 4}, {"ulysses": 3}, {"ring": 3, "ulysses": 2}], ids=str)
 def test_queries_come_one_by_one_or_together_with_the_same_result(sizes, together, layout, monkeypatch):
     """Rows of different lengths, padded chunks, a window; a rank's queries are a step of their own, or several are."""
-    monkeypatch.setattr(meeting, "queries_at_once", lambda rows: together)
+    monkeypatch.setattr(function, "queries_at_once", lambda rows: together)
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 41, h, d, generator=g) for h, d in ((6, 8), (6, 8), (6, 12)))
     spec = ra.AttentionSpec(window=19)
@@ -176,10 +176,10 @@ def test_what_travels_is_as_long_as_the_chunk_however_long_the_prompt(monkeypatc
 def test_a_cache_explains_what_will_be_sent():
     plan = ra.plan(seq_len=8)
     cache = KVCache.allocate(plan, batch=1, max_len=64, kv_heads=2, head_dim=16, dtype=torch.float32)
-    said = cache.explain(chunk=8, heads=4)
-    assert "KVCache(lengths [0] of 64, over 1 ranks)" in said
-    assert "a chunk of 8 tokens: queries travel (queries: 0.0 MB sent, 0.00 ms exposed; keys: 0.0 MB" in said
-    assert "a decoded token: partials of 0.3 kB a rank, exchanged by gather" in said
+    text = cache.explain(chunk=8, heads=4)
+    assert "KVCache(lengths [0] of 64, over 1 ranks)" in text
+    assert "a chunk of 8 tokens: queries travel (queries: 0.0 MB sent, 0.00 ms exposed; keys: 0.0 MB" in text
+    assert "a decoded token: partials of 0.3 kB a rank, exchanged by gather" in text
 
 
 def test_a_cache_is_a_kv_cache_and_takes_what_its_framework_takes():
@@ -224,7 +224,7 @@ def test_what_is_no_cache_or_of_the_other_framework_is_refused():
     x = torch.randn(1, 8, 2, 16)
     plan, on_jax = (ra.plan(mesh, seq_len=8) for mesh in (None, jax.sharding.Mesh(jax.devices()[:1], ("ring",))))
     sizes = {"batch": 1, "max_len": 64, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
-    cache, jax_cache = (ra.KVCache.allocate(one, **sizes) for one in (plan, on_jax))
+    cache, jax_cache = (ra.KVCache.allocate(each, **sizes) for each in (plan, on_jax))
     y = jnp.asarray(x.numpy())
     for call, says in [
         (lambda: ra.decode(x, x, x, None), "cache is of type NoneType; make one with KVCache.allocate"),
@@ -251,9 +251,9 @@ def test_a_wrong_prefill_of_one_rank_is_refused_on_all():
         x = torch.randn(1, 8, 2, 16)
         cache = KVCache.allocate(plan, batch=1, max_len=64, kv_heads=2, head_dim=16, dtype=x.dtype)
         for given in ({"sinks": [0.0, 0.0]}, {"spec": {}}, {"keys": 1.5}, {"start": "0"}, {"plan": None}):
-            said = {"plan": plan, **(given if mesh.rank else {})}
+            arguments = {"plan": plan, **(given if mesh.rank else {})}
             with pytest.raises(ValueError, match=r"on ring rank 1"):
-                ra.prefill(x, x, x, said.pop("plan"), cache, **said)
+                ra.prefill(x, x, x, arguments.pop("plan"), cache, **arguments)
         assert cache.lengths.tolist() == [0]
 
     run(one_rank, ring=2, timeout=20)

@@ -45,9 +45,9 @@ class Lane(threading.Thread):
 class ThreadLanes:
     """`Lanes` on the CPU. With `one` both lanes are one queue, as two streams of a GPU may be."""
 
-    def __init__(self, one: bool = False):
+    def __init__(self, one_lane: bool = False):
         first = Lane()
-        self.lanes = {OUT: first, IN: first if one else Lane(), AID: Lane()}
+        self.lanes = {OUT: first, IN: first if one_lane else Lane(), AID: Lane()}
         self.copies = Counter()
 
     def now(self):
@@ -128,7 +128,7 @@ class SharedMesh(LocalMesh):
         self.made["ring"] = ring
 
 
-def axes(size: int, one: bool = False, timeout: float = 60.0) -> list[SymmetricAxis]:
+def axes(size: int, one_lane: bool = False, timeout: float = 60.0) -> list[SymmetricAxis]:
     outboxes = [torch.full((Outbox.bytes(size),), 255, dtype=torch.uint8) for _ in range(size)]
     for m in outboxes:
         flags = m[:HEAD].view(torch.int32)
@@ -136,7 +136,7 @@ def axes(size: int, one: bool = False, timeout: float = 60.0) -> list[SymmetricA
     results, board = [], Board()
     for rank in range(size):
         outbox = Outbox([m.data_ptr() for m in outboxes], rank)
-        lanes = ThreadLanes(one)
+        lanes = ThreadLanes(one_lane)
         come = torch.zeros(2, size, dtype=torch.int32)
         words = LocalAxis(board, "words", (), size, rank)
         axis = SymmetricAxis(Peers(lanes, outbox), Watch(lanes, outbox, size, come, timeout), words.exchange_words)
@@ -184,11 +184,11 @@ def slot(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("one", [False, True], ids=["two_lanes", "one_lane"])
+@pytest.mark.parametrize("one_lane", [False, True], ids=["two_lanes", "one_lane"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_operation_keeps_its_promise(size, one, slot):
+def test_every_operation_keeps_its_promise(size, one_lane, slot):
     for _ in range(3):
-        every = axes(size, one)
+        every = axes(size, one_lane)
         on_ranks(exercise, every)
         for axis in every:  # a recorded call may be replayed: nothing is full, everything is free
             axis.lanes.finish().settle()
@@ -401,11 +401,11 @@ class Memcpy2D(ctypes.Structure):
 
 
 def test_the_driver_is_asked_for_rows_only_where_there_are_some():
-    engines, said = object.__new__(Lanes), []
-    engines.queued, engines.handles, engines.driver = ([], [], []), (10, 11, 12), lambda *asked: said.append(asked)
+    engines, calls = object.__new__(Lanes), []
+    engines.queued, engines.handles, engines.driver = ([], [], []), (10, 11, 12), lambda *asked: calls.append(asked)
     engines.copy(IN, 1, 2, 3, 1, 4, 5)
     engines.copy(IN, 2**47 + 1, 2**46, 100, 3, 2**31 - 1, 200)
-    plain, (name, asked, stream) = said
+    plain, (name, asked, stream) = calls
     assert plain == ("cuMemcpyAsync", 1, 2, 3, 11) and (name, stream) == ("cuMemcpy2DAsync_v2", 11)
     assert len(asked) == ctypes.sizeof(Memcpy2D) == 128
     result = Memcpy2D.from_buffer_copy(asked)
@@ -419,7 +419,8 @@ def test_a_trial_distinguishes_an_outbox_that_works_from_one_that_does_not(slot,
     assert on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3)) == [None] * 3
     monkeypatch.setattr(ThreadLanes, "copy", lambda *asked: None)
     assert all(
-        "received [[" in said for said in on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3))
+        "received [[" in message
+        for message in on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3))
     )
 
 

@@ -116,12 +116,12 @@ def test_a_deep_model_learns_from_its_first_steps(tmp_path):
     pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
     from ringattn.launch.train import configured
 
-    told = []
-    configured.run(["experiment=h200_long", "model.layers=28"], lambda config, swept: told.append(config) or 0)
-    rate = told[0].optimizer.lr * told[0].model.dim / 64
+    configs = []
+    configured.run(["experiment=h200_long", "model.layers=28"], lambda config, swept: configs.append(config) or 0)
+    rate = configs[0].optimizer.lr * configs[0].model.dim / 64
     deep = dataclasses.replace(
         TINY, model=Model(dim=64, layers=28, heads=4, kv_heads=2, hidden=160), seq_len=64, steps=8,
-        optimizer=dataclasses.replace(told[0].optimizer, lr=rate),
+        optimizer=dataclasses.replace(configs[0].optimizer, lr=rate),
     )  # fmt: skip
     results = over(1, {"deep": deep}, tmp_path)["deep"]
     assert results[0] == pytest.approx(np.log(256), abs=0.1)
@@ -223,8 +223,8 @@ def test_a_step_counts_its_documents(tmp_path):
 def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
     """A stand-in for W&B, which need not be installed; the real one was tried by hand."""
     seen = []
-    told = SimpleNamespace(log=lambda row, step: seen.append((step, row)), finish=lambda: seen.append("end"))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **about: seen.append(about) or told))
+    logged = SimpleNamespace(log=lambda row, step: seen.append((step, row)), finish=lambda: seen.append("end"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **about: seen.append(about) or logged))
     log = metrics.Log(tmp_path, dataclasses.replace(TINY, wandb="project"))
     log.write({"kind": "memory", "step": -8, "seq_len": 12, "memory_mib": 1.0})
     log.write({"kind": "step", "step": 1, "loss": 3.0})
@@ -297,7 +297,7 @@ def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strateg
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"data": Data(path="/nowhere")}, "does not exist"),
         ({"data": Data(path="")}, "use data.path=PATH"),
@@ -314,18 +314,18 @@ def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strateg
         ({"device": "cuda"}, "torch sees no GPU"),
     ],
 )
-def test_bad_input_is_one_sentence_and_status_2(change, said, tmp_path, capsys):
+def test_bad_input_is_one_sentence_and_status_2(change, message, tmp_path, capsys):
     import torch
 
     if "device" in change and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert train.here(dataclasses.replace(TINY, nproc=2, folder=str(tmp_path), **change)) == 2
     error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error
+    assert message in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"data": Data(path="/nowhere")}, "data.path=/nowhere does not exist"),
         ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),
@@ -333,16 +333,16 @@ def test_bad_input_is_one_sentence_and_status_2(change, said, tmp_path, capsys):
         ({"wandb": "project"}, "wandb is not installed; pip install wandb, or leave it out"),
     ],
 )
-def test_what_needs_no_rank_is_refused_before_one_is_started(change, said, tmp_path, capsys, monkeypatch):
+def test_what_needs_no_rank_is_refused_before_one_is_started(change, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(torchrun, "local", lambda *told, **more: pytest.fail("ranks were started"))
+    monkeypatch.setattr(torchrun, "local", lambda *args, **more: pytest.fail("ranks were started"))
     assert train.here(dataclasses.replace(TINY, nproc=2, folder=str(tmp_path), **change)) == 2
     error = capsys.readouterr().err
-    assert error.startswith("ringattn train: ") and said in error and error.count("\n") == 1
+    assert error.startswith("ringattn train: ") and message in error and error.count("\n") == 1
 
 
 def test_an_address_where_no_ray_answers_is_an_error_at_once(monkeypatch):
-    ray = SimpleNamespace(init=lambda **told: told)
+    ray = SimpleNamespace(init=lambda **options: options)
     monkeypatch.setitem(sys.modules, "ray", ray)
     for dead in ("127.0.0.1:1", "ray://127.0.0.1:1"):
         with pytest.raises(ValueError, match=rf"cluster\.address={dead}: .*refused; is the cluster up"):
@@ -372,12 +372,12 @@ def test_jax_processes_that_do_not_start_are_reported_with_their_settings(monkey
     class Late(Exception):
         pass
 
-    def late(*told, **more):
+    def late(*args, **more):
         raise Late
 
     process = SimpleNamespace(place=SimpleNamespace(remote=lambda: None))
     ray = SimpleNamespace(
-        remote=lambda **told: lambda kind: SimpleNamespace(remote=lambda: process),
+        remote=lambda **options: lambda kind: SimpleNamespace(remote=lambda: process),
         exceptions=SimpleNamespace(GetTimeoutError=Late), get=late, kill=lambda process: None, shutdown=lambda: None,
     )  # fmt: skip
     monkeypatch.setattr(on_ray, "connect", lambda config: ray)
@@ -386,24 +386,24 @@ def test_jax_processes_that_do_not_start_are_reported_with_their_settings(monkey
 
 
 def test_an_elastic_run_fits_any_number_of_ranks_or_is_refused_before_it_begins():
-    told = Train(nproc=4, device="cpu", strategy=Strategy(ulysses=4), cluster=Cluster(kind="ray", at_least=1))
+    asked = Train(nproc=4, device="cpu", strategy=Strategy(ulysses=4), cluster=Cluster(kind="ray", at_least=1))
     have = {"CPU": 4.0}
-    config, _ = on_ray.sized(told, have)
+    config, _ = on_ray.sized(asked, have)
     split = {ranks: train.resolved(on_ray.fitted(config, ranks), ranks).strategy for ranks in (1, 2, 3, 4)}
     assert {r: (s.ring, s.ulysses) for r, s in split.items()} == {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (1, 4)}
-    for wrong, said in (
+    for wrong, message in (
         (Strategy(data=2), "accumulate=2 strategy.data=1"),
         (Strategy(ring=1, ulysses=None, keys="ulysses"), "use strategy=ring"),
         (Strategy(ring=2), "leave it out"),
     ):
-        with pytest.raises(ValueError, match=said):
-            on_ray.sized(dataclasses.replace(told, strategy=wrong), have)
+        with pytest.raises(ValueError, match=message):
+            on_ray.sized(dataclasses.replace(asked, strategy=wrong), have)
 
 
 def test_a_checkpoint_has_the_same_name_on_every_node(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for said, result in (("runs/a", str(tmp_path / "runs" / "a")), ("auto", "auto"), (None, None)):
-        config, _ = on_ray.sized(Train(nproc=1, device="cpu", resume=said), {"CPU": 1.0})
+    for resume, result in (("runs/a", str(tmp_path / "runs" / "a")), ("auto", "auto"), (None, None)):
+        config, _ = on_ray.sized(Train(nproc=1, device="cpu", resume=resume), {"CPU": 1.0})
         assert config.resume == result
 
 
@@ -419,13 +419,13 @@ def test_a_dry_run_starts_no_rank_and_says_how_long_and_what_would_fit(machine, 
     config = dataclasses.replace(TINY, model=big, seq_len=2**20, folder=str(tmp_path), device="cuda", nproc=ranks)
     config = dataclasses.replace(config, data=Data())  # all of the standard library
     assert train.here(dataclasses.replace(config, machine=machine, dry_run=True)) == 0
-    said = capsys.readouterr().out
-    assert f"ranks              {ranks} on cuda" in said and re.search(r"speed  +[\d,]+ tokens/s, \d+% of", said)
+    output = capsys.readouterr().out
+    assert f"ranks              {ranks} on cuda" in output and re.search(r"speed  +[\d,]+ tokens/s, \d+% of", output)
     if ranks == 2:
-        more, shorter = re.search(r"fits +no, .* (\d+) ranks or seq_len=(\d+) would do", said).groups()
+        more, shorter = re.search(r"fits +no, .* (\d+) ranks or seq_len=(\d+) would do", output).groups()
         again = dataclasses.replace(config, machine=machine, dry_run=True, nproc=int(more))
         assert train.here(again) == 0 and int(shorter) < 2**20
-    assert re.search(r"fits  +yes, ", said if ranks > 2 else capsys.readouterr().out) and not list(tmp_path.iterdir())
+    assert re.search(r"fits  +yes, ", output if ranks > 2 else capsys.readouterr().out) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("row", MEASURED[:2], ids=lambda row: f"{row['layers']} blocks, {row['tokens']} tokens")

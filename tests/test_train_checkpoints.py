@@ -173,9 +173,9 @@ def test_damage_is_found_on_all_ranks_and_the_run_goes_on_from_the_newest_that_i
     flip(step(run, 5) / "rank-00001.safetensors", 5000)
     shutil.copy(step(run, 3) / "rank-00000.safetensors", step(run, 4) / "rank-00000.safetensors")
     assert checkpoint.newest(checkpoint.begin_of("auto", run / "checkpoints", 0.0)) == step(run, 3)
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for number, name in ((5, "rank-00001.safetensors"), (4, "rank-00000.safetensors")):
-        assert f"{step(run, number)} cannot be read ({name}: " in said
+        assert f"{step(run, number)} cannot be read ({name}: " in output
     whole = shutil.copytree(saved, tmp_path / "whole")
     for number in (4, 5):
         shutil.rmtree(step(whole, number))

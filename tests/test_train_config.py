@@ -283,7 +283,7 @@ def test_help_names_every_key_and_every_file(capsys):
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "completions"),
     [
         ("ringattn", [f"{name} " for name in words.COMMANDS]),
         ("ringattn  tr", ["train "]),
@@ -296,8 +296,8 @@ def test_help_names_every_key_and_every_file(capsys):
         ("ringattn nothing ", []),
     ],
 )
-def test_the_shell_completes_every_command(line, found):
-    assert complete.after(line) == found
+def test_the_shell_completes_every_command(line, completions):
+    assert complete.after(line) == completions
 
 
 def test_every_command_has_keys_to_complete():

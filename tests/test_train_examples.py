@@ -57,7 +57,7 @@ for words, more in json.loads(sys.argv[1]):
 def calls(*words, more=None):
     """What examples print when they are called with these words, and their exit statuses: one process for all calls."""
     asked = json.dumps([
-        [[str(ROOT / "examples" / f"{name}.py"), *one], (more or {}).get((name, *one), {})] for name, *one in words
+        [[str(ROOT / "examples" / f"{name}.py"), *rest], (more or {}).get((name, *rest), {})] for name, *rest in words
     ])  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

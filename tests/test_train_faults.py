@@ -61,8 +61,8 @@ def torchrun(*words: str, restarts: int = 0) -> tuple[str, ...]:
 def undisturbed(tmp_path_factory) -> list[float]:
     folder = tmp_path_factory.mktemp("whole")
     process = begin(*TRAIN, *WORDS, f"folder={folder}", "run=whole", "nproc=2")
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0, said
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 0, output
     return losses(folder / "whole")
 
 
@@ -71,14 +71,14 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path, undisturbed):
     process = begin(*TRAIN, *words)
     wait_for(lambda: steps_done(tmp_path / "run") >= 2, process)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0, said
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 0, output
     done = steps_done(tmp_path / "run")
-    assert 2 <= done < 20 and f"stopped after step {done} of 20" in said
+    assert 2 <= done < 20 and f"stopped after step {done} of 20" in output
     assert [p.name for p in checkpoint.complete(tmp_path / "run" / "checkpoints")] == [checkpoint.name_of(done)]
     again = begin(*TRAIN, *words, "resume=auto")
-    said = again.communicate(timeout=PATIENCE)[0]
-    assert again.returncode == 0 and f"goes on after step {done}" in said
+    output = again.communicate(timeout=PATIENCE)[0]
+    assert again.returncode == 0 and f"goes on after step {done}" in output
     assert losses(tmp_path / "run") == undisturbed
 
 
@@ -89,14 +89,14 @@ def test_sigterm_during_the_start_ends_the_run(tmp_path, delay):
     wait_for(lambda: children(process.pid), process)
     time.sleep(delay)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0, said
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 0, output
     done = steps_done(tmp_path / "run")
     assert done < 3000
     sentence = (
         f"stopped after step {done} of 3000" if done else "stopped before the first step; there is nothing to save"
     )
-    assert sentence in said and "Traceback" not in said
+    assert sentence in output and "Traceback" not in output
 
 
 def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturbed, monkeypatch):
@@ -113,9 +113,9 @@ if os.environ.get("RANK") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     process = begin(*torchrun(*words, restarts=2))
     wait_for(lambda: steps_done(tmp_path / "run") >= 4, process)
     os.kill(children(process.pid)[1], signal.SIGKILL)
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0, said
-    assert "goes on after step" in said
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 0, output
+    assert "goes on after step" in output
     assert losses(tmp_path / "run") == undisturbed
 
 
@@ -125,10 +125,10 @@ def test_what_ends_torchrun_has_its_ranks_save(tmp_path, number):
     process = begin(*torchrun(*WORDS, "steps=3000", f"folder={tmp_path}", "run=run"))
     wait_for(lambda: steps_done(tmp_path / "run") >= 3, process)
     process.send_signal(number)
-    said = process.communicate(timeout=PATIENCE)[0]  # returns once the ranks, which hold this pipe too, have ended
+    output = process.communicate(timeout=PATIENCE)[0]  # returns once the ranks, which hold this pipe too, have ended
     assert process.returncode == (-number if number == signal.SIGKILL else 1)  # torchrun's own way to end
     done = steps_done(tmp_path / "run")
-    assert f"stopped after step {done} of 3000, saved" in said and "KeyboardInterrupt" not in said, said
+    assert f"stopped after step {done} of 3000, saved" in output and "KeyboardInterrupt" not in output, output
     assert [p.name for p in checkpoint.complete(tmp_path / "run" / "checkpoints")] == [checkpoint.name_of(done)]
 
 
@@ -138,10 +138,10 @@ def test_a_killed_rank_here_says_how_to_go_on(tmp_path):
     wait_for(lambda: steps_done(tmp_path / "run") >= 4, process)
     ranks = [rank for server in children(process.pid) for rank in children(server)]
     os.kill(ranks[-1], signal.SIGKILL)
-    said = process.communicate(timeout=PATIENCE)[0]
+    output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 1
-    assert said.endswith(f"\ngo on with the same words and folder={tmp_path} run=run resume=auto\n"), said
-    assert "rank 1: ended without a word: killed by signal 9 (SIGKILL)" in said and "Traceback" not in said
+    assert output.endswith(f"\ngo on with the same words and folder={tmp_path} run=run resume=auto\n"), output
+    assert "rank 1: ended without a word: killed by signal 9 (SIGKILL)" in output and "Traceback" not in output
 
 
 def test_a_run_is_profiled_and_a_picture_that_cannot_be_drawn_is_reported(tmp_path, monkeypatch):
@@ -149,8 +149,8 @@ def test_a_run_is_profiled_and_a_picture_that_cannot_be_drawn_is_reported(tmp_pa
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
     words = (*WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "steps=5", "profile=true", "picture=true")
     process = begin(*TRAIN, *words)
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0 and "\nno picture: matplotlib cannot be imported" in said, said
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 0 and "\nno picture: matplotlib cannot be imported" in output, output
     assert not (tmp_path / "run" / "picture.png").exists()
     assert "traceEvents" in json.loads((tmp_path / "run" / "trace.json").read_text())
 
@@ -159,11 +159,11 @@ def test_a_rank_that_hangs_becomes_an_error(tmp_path):
     process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "run=run", "cluster.timeout=5"))
     wait_for(lambda: steps_done(tmp_path / "run") >= 3, process)
     os.kill(children(process.pid)[1], signal.SIGSTOP)
-    said = process.communicate(timeout=PATIENCE)[0]  # torchrun itself takes half a minute to end a stopped process
+    output = process.communicate(timeout=PATIENCE)[0]  # torchrun itself takes half a minute to end a stopped process
     assert process.returncode != 0
     # a collective's own time-out, or under TORCH_DISTRIBUTED_DEBUG=DETAIL the barrier before it, which names the rank
-    assert "Timed out waiting 5000ms" in said or "Ranks 1 failed to pass monitoredBarrier in 5000 ms" in said
-    assert "ringattn train: rank 0:" in said
+    assert "Timed out waiting 5000ms" in output or "Ranks 1 failed to pass monitoredBarrier in 5000 ms" in output
+    assert "ringattn train: rank 0:" in output
 
 
 def children(pid: int) -> list[int]:
@@ -175,10 +175,10 @@ def test_a_wrong_call_under_torchrun_is_reported_once(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(late)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
     process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "strategy.data=3"))
-    said = process.communicate(timeout=PATIENCE)[0]
+    output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode != 0
-    assert said.count("strategy.data=3 x ulysses=1 does not divide 2 ranks") == 1
-    assert "Traceback" not in said.split("ChildFailedError")[0].split("torch/distributed")[0]
+    assert output.count("strategy.data=3 x ulysses=1 does not divide 2 ranks") == 1
+    assert "Traceback" not in output.split("ChildFailedError")[0].split("torch/distributed")[0]
 
 
 def test_a_full_disk_is_reported(tmp_path):
@@ -188,9 +188,10 @@ def test_a_full_disk_is_reported(tmp_path):
         pytest.skip("this machine does not let us mount a small disk")
     words = (*WORDS, "model.dim=128", "model.hidden=256", f"folder={tmp_path}", "run=run", "nproc=2", "save_every=1")
     process = begin("unshare", "-rm", "sh", "-c", f"{mount} && exec {shlex.join((*TRAIN, *words))}")
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 1 and "Traceback" not in said  # another attempt may find room
-    assert "could not save step" in said and re.search(r"where [0-2] MB are free", said), said  # its part is gone again
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 1 and "Traceback" not in output  # another attempt may find room
+    assert "could not save step" in output, output
+    assert re.search(r"where [0-2] MB are free", output), output  # its part is gone again
 
 
 def test_a_port_in_use_is_reported(tmp_path):
@@ -200,13 +201,13 @@ def test_a_port_in_use_is_reported(tmp_path):
         agent = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
                  f"--master-port={taken.getsockname()[1]}", "-m", "ringattn.launch.train")  # fmt: skip
         process = begin(*agent, *WORDS, "cluster=torchrun", f"folder={tmp_path}", "cluster.timeout=10")
-        said = process.communicate(timeout=PATIENCE)[0]
-        assert process.returncode != 0 and "EADDRINUSE" in said  # torchrun's own words: it listens for its ranks
+        output = process.communicate(timeout=PATIENCE)[0]
+        assert process.returncode != 0 and "EADDRINUSE" in output  # torchrun's own words: it listens for its ranks
         port = str(taken.getsockname()[1])
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         process = begin("env", *(f"{k}={v}" for k, v in alone.items()), *TRAIN, *WORDS, f"folder={tmp_path}")
-        said = process.communicate(timeout=PATIENCE)[0]
-    assert (process.returncode, said) == (
+        output = process.communicate(timeout=PATIENCE)[0]
+    assert (process.returncode, output) == (
         1,
         f"ringattn train: MASTER_PORT={port} is in use on this machine; take another\n",
     )
@@ -249,6 +250,6 @@ def test_two_nodes_of_torchrun_train_as_one(tmp_path, undisturbed, hosts):
                 f"folder={tmp_path}")  # fmt: skip
 
     nodes = [begin(*enter, *agent(i, address)) for i, (enter, address) in enumerate(hosts)]
-    said = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
+    output = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], output
     assert losses(tmp_path / "two") == undisturbed

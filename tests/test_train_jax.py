@@ -47,8 +47,8 @@ def run(command, folder):
 @pytest.mark.slow
 def test_twenty_losses_equal_torchs(tmp_path):
     words = [*documented(), *WORDS]
-    said = run([str(EXAMPLE), *words], tmp_path)
-    results = [float(x) for x in re.findall(r"loss (\S+)", said)]
+    text = run([str(EXAMPLE), *words], tmp_path)
+    results = [float(x) for x in re.findall(r"loss (\S+)", text)]
     given = []
     assert configured.run(words, lambda config, swept: given.append(config) or 0) == 0
     expected = over(1, {"torch": dataclasses.replace(given[0], strategy=Strategy())}, tmp_path)["torch"]

@@ -72,8 +72,8 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     assert "data.held_out is 1 there and 2 here" in message(with_data(held_out=2))
     assert "data.documents is '' there and 'files' here" in message(with_data(documents="files"))
     assert re.search(r"data.tokens is '\d+ with checksum \w+' there and '\d+ with", message(with_data(suffix="r.py")))
-    said = message(dataclasses.replace(TINY, batch=3))
-    assert "batch x accumulate x strategy.data is 1 there and 3 here; use the same" in said
+    text = message(dataclasses.replace(TINY, batch=3))
+    assert "batch x accumulate x strategy.data is 1 there and 3 here; use the same" in text
     state = (path / "state.json").rename(path / "elsewhere")
     assert "is not a complete checkpoint; complete there: none" in message(TINY)
     state.rename(path / "state.json")
@@ -91,7 +91,7 @@ def test_a_run_goes_on_from_what_was_named_until_it_has_saved_and_what_is_newer_
     for step in (1, 2, 3):
         made(tmp_path, step, started_at=1.0)
     (tmp_path / "step-00000003" / "state.json").write_text("torn")  # why an older one was named
-    monkeypatch.setattr(trainer, "load", lambda path, *told: checkpoint.read_state(path))
+    monkeypatch.setattr(trainer, "load", lambda path, *args: checkpoint.read_state(path))
     monkeypatch.setattr(trainer, "about", lambda config, corpus: {})
 
     def goes_on(resume: str | None, started_at: float) -> int:
@@ -127,8 +127,8 @@ def test_a_log_of_steps_without_a_checkpoint_is_kept(tmp_path, capsys):
     log.write_text('{"kind": "step", "step": 1}\n')
     metrics.forget_after(log, 0)
     assert log.read_text() == "" and metrics.read(tmp_path / "metrics.jsonl.aside") == [{"kind": "step", "step": 1}]
-    said = f"{tmp_path} has no checkpoint to go on from, so this begins anew; the log of before is {log}.aside\n"
-    assert capsys.readouterr().err == said
+    message = f"{tmp_path} has no checkpoint to go on from, so this begins anew; the log of before is {log}.aside\n"
+    assert capsys.readouterr().err == message
     metrics.forget_after(log, 0)
     assert capsys.readouterr().err == "" and metrics.read(tmp_path / "metrics.jsonl.aside")
 
@@ -166,9 +166,9 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
         TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", save_every=3, log_every=9, steps=4, picture=False
     )
     assert train.here(config) == 0
-    said = capsys.readouterr()
-    assert "in 1 steps" in said.out and "no weights" not in said.out
-    assert f"sequences of 96 tokens over 1 rank on cpu; writes to {tmp_path}/run\n" in said.err
+    output = capsys.readouterr()
+    assert "in 1 steps" in output.out and "no weights" not in output.out
+    assert f"sequences of 96 tokens over 1 rank on cpu; writes to {tmp_path}/run\n" in output.err
     assert [p.name for p in report.checkpoints_of(tmp_path / "run")] == ["step-00000003", "step-00000004"]
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in rows if r["kind"] == "step"] == [4]
@@ -176,8 +176,8 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
         file.write(json.dumps({"kind": "step", "step": 8, "loss": 77.0}) + "\n")
     for more in ({}, {"run": "other", "resume": str(tmp_path / "run" / "checkpoints" / "step-00000004")}):
         assert train.here(dataclasses.replace(config, **{"resume": "auto", **more})) == 0
-        said = capsys.readouterr().out
-        assert "77.0" not in said and ("nothing was left to train" in said or "already at step 4 of 4" in said)
+        output = capsys.readouterr().out
+        assert "77.0" not in output and ("nothing was left to train" in output or "already at step 4 of 4" in output)
 
 
 def test_a_finished_run_without_checkpoints_is_not_done_again(tmp_path, capsys):
@@ -220,10 +220,10 @@ def test_a_comparison_that_is_stopped_is_reported_and_saves_nothing(tmp_path, mo
     summary = torchrun.local(stopped_at_once, 1, "cpu", train.resolved(beside, 1), str(tmp_path))[0]
     assert summary["stopped"] and (tmp_path / "metrics.jsonl").exists() and report.checkpoints_of(tmp_path) == []
 
-    def unready(*told, **more):
+    def unready(*args, **more):
         raise torchrun.Stopped
 
-    for local, step in ((lambda *told, **more: [summary], 1), (unready, 0)):
+    for local, step in ((lambda *args, **more: [summary], 1), (unready, 0)):
         monkeypatch.setattr(torchrun, "local", local)
         assert train.compared(TINY, tmp_path) == {}
         assert capsys.readouterr().out == f"the comparison was stopped after step {step}\n"
@@ -259,8 +259,8 @@ def test_a_batch_log_has_about_50_lines_and_no_share_of_nearly_nothing():
 
 
 def test_a_closed_connection_is_explained_and_other_errors_are_unchanged():
-    said = trainer.in_words(RuntimeError("[pair.cc:553] Connection reset by peer [127.0.0.1]:61"), 6)
-    assert str(said).startswith("another rank was lost after step 6: Connection reset by peer")
+    message = trainer.in_words(RuntimeError("[pair.cc:553] Connection reset by peer [127.0.0.1]:61"), 6)
+    assert str(message).startswith("another rank was lost after step 6: Connection reset by peer")
     assert str(trainer.in_words(ConnectionError("rank 1 lost rank 0"), 6)) == "after step 6: rank 1 lost rank 0"
     assert trainer.in_words(RuntimeError("CUDA out of memory"), 6) is None
 
@@ -329,14 +329,14 @@ def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
                 train.new_folder(dataclasses.replace(config, **more))
             continue
         assert train.here(dataclasses.replace(config, **more)) == 2
-        said = f"ringattn train: {tmp_path}/run holds a run; use resume=auto to go on, or another run=NAME\n"
-        assert capsys.readouterr().err == said
+        expected = f"ringattn train: {tmp_path}/run holds a run; use resume=auto to go on, or another run=NAME\n"
+        assert capsys.readouterr().err == expected
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     with (tmp_path / "run" / "config.json").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # as a run does that still goes on
         assert train.here(dataclasses.replace(config, resume="auto", steps=3)) == 2
-        said = capsys.readouterr().err
-        assert f"another run is writing to {tmp_path}/run; wait for its end, or use another run=NAME" in said
+        output = capsys.readouterr().err
+        assert f"another run is writing to {tmp_path}/run; wait for its end, or use another run=NAME" in output
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert train.here(dataclasses.replace(config, resume="auto")) == 0
 
@@ -363,8 +363,8 @@ def test_restarts_of_torchrun_refuse_what_the_first_attempt_did(tmp_path):
     command = (*agent, "-m", "ringattn.launch.train", "cluster=torchrun", *words)
     where = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=600)
-    said = done.stdout + done.stderr
-    assert done.returncode != 0 and said.count("holds a run; use resume=auto") == 2, said
+    output = done.stdout + done.stderr
+    assert done.returncode != 0 and output.count("holds a run; use resume=auto") == 2, output
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 

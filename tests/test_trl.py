@@ -249,19 +249,19 @@ def test_log_probabilities_of_answers_are_those_of_one_rank(prepared_first):
 
 
 @pytest.mark.parametrize(
-    ("what", "options", "said"),
+    ("what", "options", "message"),
     [
         ("RLOO", {"beta": 0.0}, "LongRLOO deals out answers .*; of such trainers GRPOTrainer is supported"),
         ("GRPO", {"num_generations": 4, "generation_batch_size": 4}, "num_generations=4 does not divide 2 rows"),
     ],
 )
-def test_answers_that_would_be_wrong_are_refused(what, options, said, tmp_path):
+def test_answers_that_would_be_wrong_are_refused(what, options, message, tmp_path):
     model = hf_model.prepare(build("Llama"), ra.plan(seq_len=64))
     given = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1} | options
     args = getattr(trl, f"{what}Config")(str(tmp_path), use_cpu=True, bf16=False, **given)
     args.steps_per_generation = 1  # with two ranks the batch of four would be theirs
     made = {"model": model, "args": args, "processing_class": tokenizer(), "reward_funcs": rewards}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         type(f"Long{what}", (hf.OverRanks, getattr(trl, f"{what}Trainer")), {})(
             train_dataset=Dataset.from_dict(prompts()), **made
         )
@@ -281,9 +281,9 @@ def test_what_all_ranks_gather_is_that_of_the_first_rank_of_each_plan():
     long = Long()
     assert long._calculate_rewards().flatten().tolist() == [4, 5, 2, 3]
     with long.plans_counted_once(), long.plans_counted_once():
-        one = long.accelerator
-        assert one.gather(torch.tensor(0)).tolist() == one.gather_for_metrics(torch.tensor(0)).tolist() == [2, 1]
-        assert (one.num_processes, one.process_index, one.is_main_process) == (2, 1, True)
+        kept = long.accelerator
+        assert kept.gather(torch.tensor(0)).tolist() == kept.gather_for_metrics(torch.tensor(0)).tolist() == [2, 1]
+        assert (kept.num_processes, kept.process_index, kept.is_main_process) == (2, 1, True)
     assert long.accelerator.num_processes == 4
     logged = hf_trl.OfFirsts([2, 1], 4, 3)
     logged.extend(list("aabbccdd"))

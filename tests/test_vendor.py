@@ -371,8 +371,8 @@ def test_intervals_without_rectangles_are_refused_by_name() -> None:
 def test_vendors_refuse_by_name(name: str, change: dict, reason: str | None) -> None:
     fits = {"device": "cuda", "dtype": "bfloat16", "head_dim": 128, "value_dim": 128, "heads": 8, "kv_heads": 2}
     problem = kernels.Problem(**{**fits, "rectangles": True, "arch": (9, 0), **change})
-    said = kernels.refusals(problem)[name]
-    assert said is None if reason is None else reason in str(said), f"{name}, {change}: {said}"
+    message = kernels.refusals(problem)[name]
+    assert message is None if reason is None else reason in str(message), f"{name}, {change}: {message}"
 
 
 @pytest.mark.gpu

@@ -92,7 +92,7 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["tokens=8"], "tokens=8, docs=0 are of a model"),
         (["model={}", "cases=docs"], "is compared as a whole; leave cases out"),
@@ -101,9 +101,9 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
         (["model={}", "tokens=4", "docs=5"], "docs=5 do not fit in 4 tokens"),
     ],
 )
-def test_what_cannot_be_is_refused(saved, capsys, more, said):
+def test_what_cannot_be_is_refused(saved, capsys, more, message):
     assert words.main(["verify", *(word.format(saved) for word in more)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_name_of_the_hub_is_resolved_by_transformers(saved, tmp_path, capsys, monkeypatch):
@@ -119,8 +119,8 @@ def test_a_name_of_the_hub_is_resolved_by_transformers(saved, tmp_path, capsys, 
     assert words.main(["verify", "model=someone/llama", "ranks=2", "tokens=40"]) == 0
     assert capsys.readouterr().err.splitlines()[-1].startswith("LlamaForCausalLM: ")
     assert words.main(["verify", "model=someone/else", "ranks=2"]) == 2
-    said = capsys.readouterr().err
-    assert "model=someone/else: no such config here" in said and "cannot load it: We couldn't connect" in said
+    output = capsys.readouterr().err
+    assert "model=someone/else: no such config here" in output and "cannot load it: We couldn't connect" in output
 
 
 def test_a_start_by_torchrun_is_refused(saved, capsys, monkeypatch):

@@ -21,7 +21,7 @@ from ringattn.choosing import elsewhere
 from ringattn.launch.bench import Row, over_ranks, timeline
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.bench.masks import WORDS, Case, asked_by, cases
-from ringattn.launch.bench.timing import attention_passes, draws, median_ms, passes
+from ringattn.launch.bench.timing import IN_A_ROW, attention_passes, draws, median_ms, passes
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops",
@@ -51,11 +51,11 @@ class Options:
     floor: bool = option(True, "whether to time the floor too")
     modes: list[str] = option(list(FLOPS), "which passes", among=tuple(FLOPS))
     graphs: bool = option(False, "capture each call in a CUDA graph and time its replays, the floor's too")
-    calls: int = option(1, "calls in a row, of which one is timed: as in a model, the host launches ahead")
+    calls: int = IN_A_ROW
     warmup: int = option(2, "runs that are not timed", least=0)
     repeats: int = option(10, "timed runs")
     trace: str = option(
-        "", "a file name for a trace (.json) and a picture (.svg) of each first length and mode", alone="trace.json"
+        "", "a file name for a trace (.json) and a picture (.svg) of each first length and mode", bare="trace.json"
     )
     timeout: float = option(900.0, "seconds for all")
 

@@ -11,7 +11,7 @@ from typing import Any
 import ringattn as ra
 from ringattn.launch.bench import Row, linear, over_ranks
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
-from ringattn.launch.bench.timing import median_ms, passes
+from ringattn.launch.bench.timing import IN_A_ROW, median_ms, passes
 from ringattn.launch.words import option
 
 COLUMNS = ["ranks", "tokens", "layout", "scan", "mode", "ms", "floor_ms", "ratio", "MB"]
@@ -34,6 +34,7 @@ class Options:
     scan: list[str] = option(["auto", "gather", "ring", "pipeline"], "how states travel")
     kernel: str = option("auto", "auto, triton or chunkwise")
     device: str = option("cuda", "where it runs", among=("cuda", "cpu"))
+    calls: int = IN_A_ROW
     repeats: int = option(10, "timed runs")
     timeout: float = option(900.0, "seconds for all")
 
@@ -50,19 +51,23 @@ def measured(options: Options) -> Iterator[Row]:
         ring=processes_of(options) // options.ulysses, ulysses=options.ulysses, device_type=options.device
     )
     for tokens in options.tokens:
-        single = calls(options, ra.plan(seq_len=tokens), "auto")
-        floors = {mode: median_ms(call, options.repeats) for mode, call in single.items()}
+        single = passes_of(options, ra.plan(seq_len=tokens), "auto")
+        floors = {mode: timed(call, options) for mode, call in single.items()}
         for layout in options.layout:
             plan = folded(ra.plan(mesh, seq_len=tokens * options.ranks, layout=layout), ring)
             for scan in options.scan:
-                for mode, call in calls(options, plan, scan).items():
+                for mode, call in passes_of(options, plan, scan).items():
                     before = sent(plan)
                     call()
                     row = {"tokens": tokens, "layout": layout, "scan": scan, "mode": mode, "floor_ms": floors[mode]}
-                    yield {**row, "MB": (sent(plan) - before) / 1e6, "ms": median_ms(call, options.repeats)}
+                    yield {**row, "MB": (sent(plan) - before) / 1e6, "ms": timed(call, options)}
 
 
-def calls(options: Options, plan: Any, scan: str) -> dict[str, Callable[[], Any]]:
+def timed(call: Callable[[], Any], options: Options) -> float:
+    return median_ms(call, options.repeats, calls=options.calls)
+
+
+def passes_of(options: Options, plan: Any, scan: str) -> dict[str, Callable[[], Any]]:
     """What is timed: one forward pass, and one with its backward, on random data with gates as a layer makes them."""
     case = linear.Case(
         plan.local_len, options.batch, options.heads, options.key_dim, options.value_dim, options.gate,

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.launch.words import option
+
+IN_A_ROW: Any = option(1, "calls in a row, of which one is timed: as in a model, the host launches ahead")
 
 
 def dtype_on(device: str) -> Any:

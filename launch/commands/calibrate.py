@@ -132,7 +132,7 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
         into = torch.empty_like(out)
 
         def move() -> None:
-            moves = [dist.P2POp(dist.isend, out, after), dist.P2POp(dist.irecv, into, before)]
+            moves = [dist.P2POp(dist.irecv, into, before), dist.P2POp(dist.isend, out, after)]  # as our rings do
             for work in dist.batch_isend_irecv(moves):
                 work.wait()
 

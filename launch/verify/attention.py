@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ringattn.kernels import TABLE as TABLE
 from ringattn.launch.verify import oracle, rounding
-from ringattn.launch.verify.cases import FEATURES, Case, Known
+from ringattn.launch.verify.cases import FEATURES, Case, Truth
 
 TITLE = "worst relative errors against dense float64"
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks", "element")
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
 
 
-def known(case: Case, precision: str) -> Known:
+def truth_of(case: Case, precision: str) -> Truth:
     return of_feature(case.name, case.heads, precision)
 
 
 @lru_cache(maxsize=128)
-def of_feature(name: str, heads: int, precision: str) -> Known:
+def of_feature(name: str, heads: int, precision: str) -> Truth:
     """Whatever its ranks. Limits are constants, or twice the error of the dtype, dense, on one device."""
     case, dtype = replace(next(case for case in FEATURES if case.name == name), heads=heads), getattr(torch, precision)
     given = oracle.inputs(case, dtype)
@@ -31,10 +31,10 @@ def of_feature(name: str, heads: int, precision: str) -> Known:
     else:
         single = oracle.dense(case, given, dtype)
         limits = {result: 2 * oracle.off(single[result], exact[result]) + 1e-6 for result in exact}
-    return Known(given, exact, rounding.allowances(case, given), {**limits, "element": 1.0})
+    return Truth(given, exact, rounding.allowances(case, given), {**limits, "element": 1.0})
 
 
-def check(case: Case, mesh: Any, given: dict[str, Any], truth: Known, kernel: str) -> Any:
+def check(case: Case, mesh: Any, given: dict[str, Any], truth: Truth, kernel: str) -> Any:
     """One rank's errors, and its share of what is the same on all ranks."""
     results = oracle.run(case, mesh, given, kernel)
     elements = rounding.locally(case, mesh, results, truth.exact, truth.allowed)
@@ -42,7 +42,7 @@ def check(case: Case, mesh: Any, given: dict[str, Any], truth: Known, kernel: st
     return errors, results.get("dsinks")
 
 
-def shared(total: Tensor, truth: Known) -> dict[str, float]:
+def shared(total: Tensor, truth: Truth) -> dict[str, float]:
     """The errors of the sum of the shares."""
     exact, allowed = truth.exact["dsinks"], truth.allowed["dsinks"]
     return {"dsinks": oracle.off(total, exact), "element": rounding.over(total, exact, allowed)}

@@ -86,7 +86,7 @@ class Case:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
 
 
-class Known(NamedTuple):
+class Truth(NamedTuple):
     """What goes into a case, what must come out, how far its elements may be off, and how far each whole result."""
 
     given: dict[str, Any]

@@ -55,7 +55,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 RARE = 100  # so many times as many random calls as are asked for are drawn, at most
 
 AnyCase = Case | linear_oracle.Case | drawn.Call
-# Each kind of case has a module with its title, table of kernels, `known`, `check` and `shared`.
+# Each kind of case has a module with its title, table of kernels, `truth_of`, `check` and `shared`.
 KINDS: dict[type, Any] = {drawn.Call: drawn, Case: attention, linear_oracle.Case: linear_oracle}
 
 
@@ -121,7 +121,7 @@ def run(options: Options) -> int:
         print(f"{len(chosen(options))} {what} over {ranks_of(options)} ({options.backend})", file=sys.stderr)
     begun = time.perf_counter()
     try:
-        outcomes = [outcome(options, *one) for one in zip(chosen(options), everyone(options, started), strict=True)]
+        outcomes = [outcome(options, *pair) for pair in zip(chosen(options), everyone(options, started), strict=True)]
     except processes.RankError as error:
         print(f"ringattn verify: {error}", file=sys.stderr)
         return 1
@@ -226,7 +226,7 @@ def here(options: Options, case: AnyCase) -> list[dict[str, Any]]:
         return one_case(options, case, mesh)
 
     try:
-        truth = KINDS[type(case)].known(case, options.precision)  # once, before every thread wants it
+        truth = KINDS[type(case)].truth_of(case, options.precision)  # once, before every thread wants it
         if options.backend == "threads":
             return local.run(one_rank, ring=case.ring, ulysses=case.ulysses)
         from ringattn.launch.verify import devices
@@ -260,7 +260,7 @@ def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
     kind = KINDS[type(case)]
     if not options.random and options.kernel not in ("auto", *(kernel.name for kernel in kind.TABLE)):
         return {"refused": f"{options.kernel}: no kernel of {'linear ' * (kind is linear_oracle)}attention"}
-    truth = kind.known(case, options.precision)
+    truth = kind.truth_of(case, options.precision)
     given: dict[str, Any] = {n: None if x is None else x.to(options.device) for n, x in truth.given.items()}
     try:
         errors, share = kind.check(case, mesh, given, truth, options.kernel)
@@ -272,7 +272,7 @@ def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
 def outcome(options: Options, case: AnyCase, results: Sequence[dict[str, Any]]) -> Outcome:
     """A case's worst error over the ranks; the gradient of what is the same on all is the sum of their shares."""
     kind = KINDS[type(case)]
-    truth = kind.known(case, options.precision)
+    truth = kind.truth_of(case, options.precision)
     for why in ("refused", "broken"):
         if texts := [each[why] for each in results if why in each]:
             return Outcome(case, {}, truth.limits, **{why: texts[0]})

@@ -20,7 +20,7 @@ from torch import Tensor
 import ringattn as ra
 import ringattn.jax as rj
 from ringattn.launch.verify import drawn, linear_oracle, oracle, rounding
-from ringattn.launch.verify.cases import Case, Known
+from ringattn.launch.verify.cases import Case, Truth
 
 MOST = 5e-6  # that a result in float32 may be off, by its norm
 
@@ -34,38 +34,38 @@ def runs_here(case: Any) -> bool:
     return layout != "balanced" and case.ring * case.ulysses <= len(jax.devices())
 
 
-def errors(case: Any, truth: Known, kernel: str) -> dict[str, float]:
+def errors(case: Any, truth: Truth, kernel: str) -> dict[str, float]:
     """The errors of each result, as the module of its kind of case reports them for ranks."""
     call = case if isinstance(case, drawn.Call) else None
     with jax.enable_x64(truth.given["q"].dtype == torch.float64):
         program = program_of(case if call is None else call.case, call, truth, kernel)
-        found = by_name(program, truth)
+        results = by_name(program, truth)
         exact, allowed = truth.exact, truth.allowed
-        element = {n: rounding.over(x, exact[n], allowed[n]) for n, x in found.items() if n in allowed}
+        element = {n: rounding.over(x, exact[n], allowed[n]) for n, x in results.items() if n in allowed}
         if call is None:
-            off = {n: oracle.off(x, exact[n]) for n, x in found.items()}
+            off = {n: oracle.off(x, exact[n]) for n, x in results.items()}
             return {**off, **({"element": max(element.values())} if element else {})}
         if call.dtype != torch.float32:
             return element
-        plain = drawn.known(ordinary(call))
+        plain = drawn.truth_of(ordinary(call))
         norms = [size_of_error(x, plain.exact[n]) for n, x in by_name(program, plain).items()]
         return {**element, "norm": max(norms) / MOST}
 
 
-def size_of_error(found: Tensor, exact: Tensor) -> float:
+def size_of_error(result: Tensor, exact: Tensor) -> float:
     """The relative error of a result of numbers around 1; some vanish, as dq of queries that see one key."""
     norm = float(torch.nan_to_num(exact, neginf=0).norm())
-    return oracle.error(found, exact, max(norm, 0.1 * exact.numel() ** 0.5))
+    return oracle.error(result, exact, max(norm, 0.1 * exact.numel() ** 0.5))
 
 
-def by_name(program: Program, truth: Known) -> dict[str, Tensor]:
+def by_name(program: Program, truth: Truth) -> dict[str, Tensor]:
     """The program's results for what a case is given, as torch's tensors in float64."""
     names = {torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
     given = {n: x for n, x in truth.given.items() if x is not None}
-    found = program({n: jnp.asarray(x.double().numpy(), names.get(x.dtype, "float32")) for n, x in given.items()})
-    read = {n: torch.from_numpy(np.array(x).astype("float64")) for n, x in found.items() if n != "asked"}
-    if "asked" in found:  # of a cache's tokens, some may never have been a query
-        read["out"] = torch.where(torch.from_numpy(found["asked"])[..., None, None], read["out"], truth.exact["out"])
+    results = program({n: jnp.asarray(x.double().numpy(), names.get(x.dtype, "float32")) for n, x in given.items()})
+    read = {n: torch.from_numpy(np.array(x).astype("float64")) for n, x in results.items() if n != "asked"}
+    if "asked" in results:  # of a cache's tokens, some may never have been a query
+        read["out"] = torch.where(torch.from_numpy(results["asked"])[..., None, None], read["out"], truth.exact["out"])
     return read
 
 
@@ -77,7 +77,7 @@ def ordinary(call: drawn.Call) -> drawn.Call:
     return replace(call, powers=powers, wild=())
 
 
-def program_of(case: Any, call: drawn.Call | None, truth: Known, kernel: str) -> Program:
+def program_of(case: Any, call: drawn.Call | None, truth: Truth, kernel: str) -> Program:
     """What computes this case's results on the devices."""
     mesh = rj.init_mesh(ring=case.ring, ulysses=case.ulysses, devices=jax.devices()[: case.ring * case.ulysses])
     if call is not None and call.steps:

@@ -20,7 +20,7 @@ import ringattn as ra
 from ringattn import kernels
 from ringattn.kernels.linear import TABLE as linear_table
 from ringattn.launch.verify import linear_oracle, oracle, rounding
-from ringattn.launch.verify.cases import Case, Known
+from ringattn.launch.verify.cases import Case, Truth
 from ringattn.layout import LAYOUTS
 from ringattn.segments import WAYS
 from ringattn.spec import AttentionSpec
@@ -318,24 +318,24 @@ def given_to(call: Call) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def known(call: Call, precision: str = "") -> Known:
+def truth_of(call: Call, precision: str = "") -> Truth:
     """What goes in, and what must come out of it. The call has its own dtype."""
     given, limits = given_to(call), defaultdict[str, float](lambda: 1.0)
     if isinstance(call.case, linear_oracle.Case):
         exact = linear_oracle.dense(given, call.case.lengths)
-        return Known(given, exact, rounding.linear_allowances(given, call.case.lengths, exact), limits)
+        return Truth(given, exact, rounding.linear_allowances(given, call.case.lengths, exact), limits)
     if call.steps:
         q, k, v = (given[n].double() for n in "qkv")
         out, lse = oracle.attention(call.case, q, k, v, sinks_of(call, given, torch.float64))
-        return Known(given, {"out": out, "lse": lse}, rounding.allowances(call.case, given), limits)
-    return Known(given, oracle.dense(call.case, given), rounding.allowances(call.case, given), limits)
+        return Truth(given, {"out": out, "lse": lse}, rounding.allowances(call.case, given), limits)
+    return Truth(given, oracle.dense(call.case, given), rounding.allowances(call.case, given), limits)
 
 
 def sinks_of(call: Call, given: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
     return given["sinks"].to(dtype) if isinstance(call.case, Case) and call.case.sinks else None
 
 
-def check(call: Call, mesh: Any, given: dict[str, Any], truth: Known, kernel: str) -> Any:
+def check(call: Call, mesh: Any, given: dict[str, Any], truth: Truth, kernel: str) -> Any:
     """One rank's errors, over what each element is allowed, and its share of what is the same on all ranks."""
     case, exact, allowed = call.case, truth.exact, truth.allowed
     if isinstance(case, linear_oracle.Case):
@@ -353,7 +353,7 @@ def check(call: Call, mesh: Any, given: dict[str, Any], truth: Known, kernel: st
     return rounding.locally(case, mesh, outputs, exact, allowed), outputs.get("dsinks")
 
 
-def shared(total: Tensor, truth: Known) -> dict[str, float]:
+def shared(total: Tensor, truth: Truth) -> dict[str, float]:
     """The error of the sum of the shares."""
     name = "dsinks" if "dsinks" in truth.exact else "dstate"
     return {name: rounding.over(total, truth.exact[name], truth.allowed[name])}

@@ -14,7 +14,7 @@ from ringattn.choosing import factored
 from ringattn.kernels.linear import TABLE as TABLE
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import recurrent
-from ringattn.launch.verify.cases import Known
+from ringattn.launch.verify.cases import Truth
 from ringattn.launch.verify.oracle import error, local, off
 from ringattn.segments import WAYS
 
@@ -74,20 +74,20 @@ TITLE = "linear attention, against its recurrence in float64"
 LIMITS = {"float64": 1e-12, "float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 
-def known(case: Case, precision: str) -> Known:
+def truth_of(case: Case, precision: str) -> Truth:
     dtype = getattr(torch, precision)
     given = inputs(case.seq_len, case.gate, dtype, **case.rule)
     exact = truth(case.seq_len, case.gate, case.lengths, dtype, **case.rule)
-    return Known(given, exact, {}, dict.fromkeys(RESULTS, LIMITS[precision]))
+    return Truth(given, exact, {}, dict.fromkeys(RESULTS, LIMITS[precision]))
 
 
-def check(case: Case, mesh: Any, given: dict[str, Any], truth: Known, kernel: str) -> Any:
+def check(case: Case, mesh: Any, given: dict[str, Any], truth: Truth, kernel: str) -> Any:
     """One rank's errors, and its share of what is the same on all ranks."""
     exact, docs = {name: x.to(mesh.device_type) for name, x in truth.exact.items()}, docs_of(case.lengths, case.seq_len)
     return errors(mesh, given, exact, docs, layout=case.layout, scan=case.strategy, kernel=kernel)
 
 
-def shared(total: Tensor, truth: Known) -> dict[str, float]:
+def shared(total: Tensor, truth: Truth) -> dict[str, float]:
     """The error of the sum of the shares."""
     return {"dstate": off(total, truth.exact["dstate"])}
 
@@ -183,15 +183,15 @@ def walked(x: Inputs, lengths: Lengths | None, state: Tensor) -> tuple[Tensor, T
         return recurrent(x._replace(begin=begins(lengths, T)), state)
     out, ends, width = [], list(state), len(state) // rows
     for b in range(rows):
-        first, parts = 0, []
+        first, outs = 0, []
         for i, n in enumerate(lengths[b % len(lengths)]):
             q, k, v, g, beta = (None if t is None else t[b : b + 1, first : first + n] for t in x[:5])
             if n:
                 tokens: Any = q, k, v, g, beta, None, x.scale
-                part, (ends[b * width + i],) = recurrent(Inputs(*tokens), state[b * width + i][None])
-                parts.append(part)
+                own, (ends[b * width + i],) = recurrent(Inputs(*tokens), state[b * width + i][None])
+                outs.append(own)
             first += n
-        out.append(torch.cat([*parts, x.v.new_zeros(1, T - first, *x.v.shape[2:])], 1))
+        out.append(torch.cat([*outs, x.v.new_zeros(1, T - first, *x.v.shape[2:])], 1))
     return torch.cat(out), torch.stack(ends)
 
 

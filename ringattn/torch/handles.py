@@ -144,8 +144,8 @@ def of_handle(text: str, handle: int) -> Plan:
             vars(made)["tokens"] = plan.tokens  # not dealt out again
             plan = made
         keep(axes.plans, handle, plan)
-    found: Plan = axes.plans[handle]
-    return found
+    live: Plan = axes.plans[handle]
+    return live
 
 
 def keep(plans: dict[Any, Plan], key: str | int, plan: Plan) -> None:

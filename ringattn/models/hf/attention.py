@@ -15,7 +15,7 @@ from ringattn.values import Value
 NAME = "ringattn"  # what transformers calls this attention
 CHUNKED = "chunked_attention"  # layers whose window is a block of positions
 ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
-PASSED = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # what layers pass on and attention ignores
+PASSED = {*ARGUMENTS, "position_ids", "use_cache", "cache_position"}  # what layers pass on and attention ignores
 
 
 class Call(Value):
@@ -36,13 +36,13 @@ def attend(
     is_causal: bool | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: [B, H, t, D] in, [B, t, H, V] out."""
-    name = type(module).__name__
+    name = type(module).__name__  # this runs once a layer: what follows takes microseconds
     if ringattn is None:
         raise ValueError(
             f"{name} was called outside a prepared model (call model(...) after ringattn.hf.prepare(model, plan)), or "
             "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
         )
-    more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in PASSED)
+    more = [k for k in sorted(others.keys() - PASSED) if others[k] is not None and others[k] is not False]
     chunk, spans = None, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     asked = ringattn.asked if attention_mask is None else attention_mask
@@ -60,9 +60,9 @@ def attend(
         raise ValueError(f"{name} has attention dropout {dropout}, which has no exact form over ranks; set it to 0")
     if sliding_window and not causal:
         raise ValueError(f"{name} sees {sliding_window} keys to both sides, which is not supported in a prepared model")
-    made: Any = AttentionSpec if torch.compiler.is_compiling() else kept_spec
-    spec = made(causal=causal, window=sliding_window or None, chunk=chunk, softcap=softcap, scale=scaling)
-    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+    made: Any = spec_of if torch.compiler.is_compiling() else kept_spec
+    spec = made(causal, sliding_window or None, chunk, softcap, scaling)
+    if module.__dict__.get("attn_temperature_tuning") and not module.use_rope:
         query = placed_temperatures(module, query, ringattn)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if ringattn.cache is not None:
@@ -73,10 +73,11 @@ def attend(
     return api.attention(q, k, v, ringattn.plan, spec=spec, docs=spans or ringattn.docs, sinks=s_aux), None
 
 
-@lru_cache
-def kept_spec(**given: Any) -> AttentionSpec:
-    """The same spec in every layer and step, whose checks cost more than a call."""
-    return AttentionSpec(**given)
+def spec_of(causal: bool, window: Any, chunk: int | None, softcap: float | None, scale: float | None) -> AttentionSpec:
+    return AttentionSpec(causal=causal, window=window, chunk=chunk, softcap=softcap, scale=scale)
+
+
+kept_spec = lru_cache(spec_of)  # the same in every layer and step: its checks cost more than a call
 
 
 def layer_type(module: nn.Module) -> str | None:

@@ -1,7 +1,7 @@
 """A cache of keys and values spread over ranks.
 
 Position p lies on rank (p // block) % ranks, so the cache is balanced at any length. A rank's positions are sorted, so
-a query sees one interval of them. Attention to a cache is in `meeting.py`.
+a query sees one interval of them. Attention to a cache is in `function.py`.
 """
 
 import copy

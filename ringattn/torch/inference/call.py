@@ -4,11 +4,11 @@ A cache keeps the calls that were made on it, by all of their arguments except t
 kind is checked and compared between ranks. After that, only what depends on the cache's lengths is checked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -20,7 +20,7 @@ from ringattn.check.cache import drafts, of_filled, of_keys, of_parents, of_star
 from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import form_of
+from ringattn.kernels.partial import Partial, empty, form_of
 from ringattn.planning import Plan
 from ringattn.serving import MOVES, exchange_over, exchange_way, keys_at_once
 from ringattn.sizes import heads_problem
@@ -29,8 +29,16 @@ from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Score, problem_of, score_with
 from ringattn.torch.bind import key_of, remember
 from ringattn.torch.inference.cache import KVCache
+from ringattn.torch.inference.chunk import Chunk, ranges_of
 
 FULL = AttentionSpec(causal=False)
+
+
+class Visit(NamedTuple):
+    """Keys and values, [B, ..., G, D or V], in the order of positions, and the queries' intervals, if not empty."""
+
+    kept: Sequence[Tensor]
+    where: Intervals | None
 
 
 class Kernels:
@@ -45,15 +53,23 @@ class Kernels:
         self.score = spec.scale_for(problem.head_dim), spec.softcap
         chosen = kernels.select(problem, impl)
         self.needs_rectangles = chosen.rectangles
-        self.chosen = score_with(chosen, *self.score)
+        self.chosen = score_with(chosen, *self.score, families=False)  # a visit is of one family
 
     @cached_property
     def others(self) -> Score:
         impl = "auto" if self.needs_rectangles else self.impl
-        return score_with(kernels.select(replace(self.problem, rectangles=False), impl), *self.score)
+        return score_with(kernels.select(replace(self.problem, rectangles=False), impl), *self.score, families=False)
 
     def of(self, where: Intervals) -> Score:
         return self.chosen if self.needs_rectangles and where.are_rectangles else self.others
+
+    def attend(self, q: Tensor, visits: Iterable[Visit], partial: Partial | None) -> Partial | None:
+        """Attention of the queries over the keys of each visit, merged into `partial`; None if they saw none."""
+        for kept, where in visits:
+            if where is not None:
+                k, v = (x.flatten(1, -3) for x in kept)
+                partial = self.of(where).attend(q, k, v, where, carry=partial)
+        return partial
 
 
 class CacheCall:
@@ -77,6 +93,15 @@ class CacheCall:
             problem = replace(self.problem, queries=queries, rows=self.rows * queries)
             self.made[queries] = Kernels(problem, self.impl, self.spec)
         return self.made[queries]
+
+    def attend(self, q: Tensor, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
+        """Attention of a chunk's queries over the keys that this rank holds, at most `keys` of them at once."""
+        kernels, partial = self.kernels(q.shape[1]), None
+        plans = ranges_of(chunk, ((cache.rank,),), keys, q.device, kernels.needs_rectangles)
+        for ranges, (k, v) in zip(plans, cache.memory(), strict=True):
+            visits = [Visit((k[:, each.keys], v[:, each.keys]), *each.seen) for each in ranges]
+            partial = kernels.attend(q, visits, partial)
+        return partial or empty(q, cache.v.shape[-1])
 
     def check(self, cache: KVCache, problem: str | None) -> None:
         """Raise the problem: on all ranks where they compare every call."""

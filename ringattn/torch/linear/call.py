@@ -1,5 +1,6 @@
 """A bound call of linear attention: all that is decided before states move, as in ringattn.torch.attention.call."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -7,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ringattn.check.arguments import of_choice
+from ringattn.check.arguments import of_arguments, of_arrays, of_choice, of_returned, warn_of_exchanged
 from ringattn.check.linear import by_document, of_linear, of_scale, of_state, returned_states, wrong_number
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.linear.maps import Inputs, Scan
+from ringattn.kernels.linear.maps import Inputs, ShapeAndDtype
 from ringattn.kernels.protocol import LinearKernel
 from ringattn.planning import Plan
 from ringattn.segments import BEFORE, WAYS, choose, segments, uneven
@@ -21,8 +23,9 @@ from ringattn.torch import agree
 from ringattn.torch.attention.ulysses import Real, cleared
 from ringattn.torch.bind import remember
 from ringattn.torch.check import have_tangents, of_dense, of_tangents, of_tensors
-from ringattn.torch.linear import states
-from ringattn.torch.linear.documents import Documents, documents_of
+from ringattn.torch.handles import whole_on_one
+from ringattn.torch.linear.documents import Documents
+from ringattn.torch.linear.states import Path
 from ringattn.torch.sharding import local_positions, real_tokens
 
 SHARE = 0.7  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
@@ -53,65 +56,107 @@ class LinearCall:
         self.parts = 1 if uneven(plan) else segments(plan)
         self.batch, _, H, V = x.v.shape
         self.real = real_tokens(plan, docs, x.q.device)
-        self.place = plan.ring_axis.rank, plan.ulysses_axis.rank
+        place = plan.ring_axis.rank, plan.ulysses_axis.rank
         self.returned = returned_states(return_state, x.initial_state, docs, self.batch)
         self.documents: Documents | None = None  # if states are one a document
         self.begin = None
         each = self.returned == "documents" or by_document(x.initial_state, docs, self.batch)
         if uneven(plan) or (docs is not None and each):
             packed = docs or Docs.from_lengths([plan.seq_len])
-            self.documents = documents_of(plan, packed, *self.place, self.batch, x.q.device)
+            self.documents = Documents(plan, packed, *place, self.batch, x.q.device)
         else:
-            self.begin = begins(plan, docs, *self.place, self.batch, x.q.device)
+            self.begin = begins(plan, docs, *place, self.batch, x.q.device)
         self.kernel = selected(x, kernel)
         K, size = x.q.shape[3], 8 if x.q.dtype == torch.float64 else 4
         states = self.documents.count if self.documents and self.returned != "rows" else self.batch
         self.state_shape = (states, H, K, V)
-        self.way = choose(plan, scan, self.batch * H * K * size, V, 1 if x.beta is None else K)
+        self.paths: list[Path] = []  # of a state, forward and backward, where it passes all ranks
+        if not self.alone and not uneven(plan):
+            way = choose(plan, scan, self.batch * H * K * size, V, 1 if x.beta is None else K)
+            self.paths = [Path(plan, way, backward) for backward in (False, True)]
+        self.first = bool(self.paths) and self.paths[0].walk[0][:2] == place  # whether the sequence begins here
+        self.kept = None if self.documents or not gradients else kept_states(self.kernel, self.rows_of(x[:5]))
         self.words: agree.Words = {}  # what the ranks compare
         self.compared = agree.watched(plan)  # whether they compare it in every call
-
-    def exchange(self, scan: Scan, start: Tensor | None, **how: bool) -> states.Exchange | None:
-        """The transfer of the state before each segment; on one device nothing travels."""
-        return None if scan.map is None or self.alone else states.Exchange(self.plan, scan.map, start, self.way, **how)
+        self.looks = False  # whether the gates of every call are looked at
 
     def inputs(self, x: Given) -> Inputs:
-        """The tokens of this rank's segments, for the kernel."""
-        q, k, v, g, beta = self.folded(*x[:5])
+        """The tokens of this rank's segments, for the kernel; padding is zeroed."""
+        if self.real is None:
+            return self.rows_of(x[:5])
+        return self.rows_of([None if t is None else cleared(t, self.real) for t in x[:5]])
+
+    def rows_of(self, tensors: Sequence[Tensor | None]) -> Inputs:
+        """This rank's segments as rows of the batch, [B * P, T / P, ...]."""
+        q, k, v, g, beta = (None if t is None else rows(t, self.parts) for t in tensors)
+        assert q is not None and k is not None and v is not None
         return Inputs(q, k, v, g, beta, self.begin, self.scale)
 
-    def folded(self, *tensors: Tensor | None) -> list[Any]:
-        """This rank's segments as rows of the batch, [B * P, T / P, ...], padding zeroed."""
-        return [None if x is None else rows(cleared(x, self.real), self.parts) for x in tensors]
+    def of_output(self, dout: Tensor) -> Tensor:
+        """The gradient of this rank's outputs, as `inputs`."""
+        return rows(dout if self.real is None else cleared(dout, self.real), self.parts)
 
     def whole(self, x: Tensor) -> Tensor:
-        """The inverse of `folded`."""
+        """The inverse of `of_output`."""
         return x if self.parts == 1 else x.unflatten(0, (self.batch, self.parts)).flatten(1, 2)
 
 
 def bind(
-    x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, gradients: bool, look: bool,
-    return_state: bool | str,
+    x: Given, plan: Plan | None, docs: Docs | None, scale: Any, kernel: Any, scan: Any, gradients: bool,
+    check: bool | None, return_state: Any,
 ) -> LinearCall:  # fmt: skip
-    """The call for these arguments. Raises the same error on all ranks if they, or with `look` a gate, are wrong."""
-    kinds = tuple(None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in x)
-    key = ("linear_attention", plan, docs, scale, kernel, scan, gradients, return_state, kinds)
-    tangents = have_tangents(*x)
-    call = None if tangents else plan.calls.get(key)
-    if call is None:
-        wrong = problem(x, plan, docs, scale, kernel, scan)
-        wrong = wrong or (look and of_numbers(x, plan, docs)) or None
-        returned = wrong or returned_states(return_state, x.initial_state, docs, x.v.shape[0])
-        asked, tensors = f"{scale} {kernel} {scan} {returned}", x._asdict()  # alike in a compiled call and an eager one
-        words = agree.describe(plan, None, tensors, docs, call="linear_attention", gradients=gradients, asked=asked)
-        agree.agree(plan, words, wrong)
-        call = LinearCall(x, plan, docs, scale, kernel, scan, gradients, return_state)
-        call.words = words
-        if not tangents:
-            remember(plan.calls, key, call)
-    elif look or call.compared:
-        agree.agree(plan, call.words, of_numbers(x, plan, docs) if look else None)
+    """The call for these arguments. If they are wrong on one rank, all ranks raise the same error.
+
+    Where `check` is requested, or left out on a CPU, the gates of every call are looked at.
+    """
+    its_plan: Any = plan
+    call: LinearCall | None = None
+    try:
+        its_plan = whole_on_one(x.q, x.q) if plan is None else plan
+        kinds = tuple([None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in x])
+        key = ("linear_attention", its_plan, docs, scale, kernel, scan, gradients, check, return_state, kinds)
+        if forward_ad._current_level < 0 or not have_tangents(*x):
+            call = its_plan.calls.get(key)
+    except (AttributeError, TypeError, IndexError):
+        key = None  # not tensors, or not a plan: the checks report it
+    if call is not None:
+        if call.looks or call.compared:
+            agree.agree(its_plan, call.words, of_numbers(x, call.real) if call.looks else None)
+        return call
+    return make(x, its_plan, docs, scale, kernel, scan, gradients, check, return_state, key)
+
+
+def make(
+    x: Given, plan: Any, docs: Any, scale: Any, kernel: Any, scan: Any, gradients: bool, check: bool | None,
+    return_state: Any, key: Any,
+) -> LinearCall:  # fmt: skip
+    """Check a call of a new kind, compare it with the other ranks, and cache it."""
+    if wrong := of_types(x, plan, docs, check, return_state):
+        agree.refuse(wrong, plan)
+    warn_of_exchanged(x.q, stacklevel=6)  # of the line that calls ringattn.linear_attention
+    looks = x.q.device.type == "cpu" if check is None else check
+    wrong = problem(x, plan, docs, scale, kernel, scan)
+    wrong = wrong or (looks and of_numbers(x, real_tokens(plan, docs, x.q.device))) or None
+    returned = wrong or returned_states(return_state, x.initial_state, docs, x.v.shape[0])
+    asked, tensors = f"{scale} {kernel} {scan} {returned}", x._asdict()  # alike in a compiled call and an eager one
+    words = agree.describe(plan, None, tensors, docs, call="linear_attention", gradients=gradients, asked=asked)
+    agree.agree(plan, words, wrong)
+    call = LinearCall(x, plan, docs, scale, kernel, scan, gradients, return_state)
+    call.words, call.looks = words, looks
+    if not have_tangents(*x):
+        remember(plan.calls, key, call)
     return call
+
+
+def of_types(x: Given, plan: Any, docs: Any, check: Any, return_state: Any) -> str | None:
+    """The arguments are of the types that they must have."""
+    q, k, v, *gates, initial_state = x
+    optional = {**dict(zip(("log_decay", "beta"), gates, strict=True)), "initial_state": initial_state}
+    return (
+        of_arguments(plan=plan, docs=docs, check=check)
+        or of_returned(return_state, docs)
+        or of_arrays({"q": q, "k": k, "v": v}, optional, plan)
+    )
 
 
 def problem(x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str) -> str | None:
@@ -140,9 +185,8 @@ def problem(x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel
     return wrong
 
 
-def of_numbers(x: Given, plan: Plan, docs: Docs | None) -> str | None:
+def of_numbers(x: Given, real: Real) -> str | None:
     """The first gate above 0, or beta outside of [0, 2]. Reads all of them, so it waits for the device."""
-    real: Real = real_tokens(plan, docs, x.q.device)
     for name, t in (("log_decay", x.log_decay), ("beta", x.beta)):
         if t is None:
             continue
@@ -167,8 +211,7 @@ def selected(x: Given, kernel: str) -> LinearKernel:
         beta=x.beta is not None,
         arch=torch.cuda.get_device_capability(x.q.device) if x.q.is_cuda else None,
     )
-    loaded: LinearKernel = linear.select(problem, kernel).load()
-    return loaded
+    return linear.select(problem, kernel)
 
 
 def rows(x: Tensor, parts: int) -> Tensor:
@@ -176,11 +219,11 @@ def rows(x: Tensor, parts: int) -> Tensor:
     return x if parts == 1 else x.unflatten(1, (parts, -1)).flatten(0, 1)
 
 
-def empty_states(kernel: LinearKernel, x: Inputs) -> Tensor | None:
-    """Memory for the states before all chunks, if it is small compared to the inputs, which backward keeps anyway."""
+def kept_states(kernel: LinearKernel, x: Inputs) -> ShapeAndDtype | None:
+    """The states before all chunks, if they are small compared to the inputs, which backward keeps anyway."""
     sizes, dtype = kernel.states_shape(x.k, x.v)
     inputs = sum(prod(t.shape) * t.itemsize for t in x[:5] if t is not None)
-    return x.q.new_empty(sizes, dtype=dtype) if prod(sizes) * dtype.itemsize <= SHARE * inputs else None
+    return (sizes, dtype) if prod(sizes) * dtype.itemsize <= SHARE * inputs else None
 
 
 @lru_cache(maxsize=32)

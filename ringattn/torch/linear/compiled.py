@@ -8,24 +8,24 @@ from torch import Tensor
 from ringattn.check.linear import returned_states
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
-from ringattn.planning import Plan
 from ringattn.segments import segments, uneven
-from ringattn.spec import Docs
+from ringattn.spec import Docs, raise_if
 from ringattn.torch.dispatch import differentiate, fake, op
-from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of
+from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.linear import function
-from ringattn.torch.linear.call import Given, LinearCall, bind, empty_states, problem, rows, selected
+from ringattn.torch.linear.call import Given, LinearCall, bind, kept_states, of_types, problem, rows, selected
 
 
 def linear_op(
-    x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, keep: bool,
+    x: Given, plan: Any, docs: Docs | None, scale: float | None, kernel: str, scan: str, keep: bool,
     check: bool | None, return_state: bool | str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, end) by the op `ringattn::linear_attention`."""
+    raise_if(of_types(x, plan, docs, check, return_state))
+    plan = whole_on_one(x.q, x.q) if plan is None else plan
     if check and torch.compiler.is_compiling():
         raise ValueError("check=True reads the gates, which a compiled graph cannot; check outside torch.compile")
-    if wrong := problem(x, plan, docs, scale, kernel, scan):
-        raise ValueError(wrong)
+    raise_if(problem(x, plan, docs, scale, kernel, scan))
     look = (x.q.device.type == "cpu" if check is None else check) and not torch.compiler.is_compiling()
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
     out, end, *_ = torch.ops.ringattn.linear_attention(
@@ -56,7 +56,8 @@ def forward_op(
     live = plan_of(plan, q.shape[1], q.shape[1])
     packed = docs_of(docs, live.seq_len)
     given = Given(q, k, v, g, beta, initial)
-    call = bind(given, live, packed, scale, kernel, scan, keep, look, returned)
+    returned_as = returned if returned == "documents" else bool(returned)
+    call = bind(given, live, packed, scale, kernel, scan, keep, look, returned_as)
     out, *rest = function.forward(call, given)
     if call.documents is not None:
         rest[-1] = None  # as many as there are rows, which a graph cannot know: backward finds them again
@@ -80,10 +81,11 @@ def _(
     if keep and not each and not uneven(live):
         g, beta = (None if t is None else rows(t, P) for t in (g, beta))
         x = Inputs(rows(q, P), rows(k, P), rows(v, P), g, beta, None, scale)
-        kept = empty_states(selected(Given(q, k, v, g, beta), kernel), x)
+        kept = kept_states(selected(Given(q, k, v, g, beta), kernel), x)
     walked = keep and kept is None and live.ring * live.ulysses > 1
     start = q.new_empty(B * P, H, K, V, dtype=dtype) if walked else q.new_empty(0, dtype=dtype)
-    return q.new_empty(B, T, H, V), end, start, q.new_empty(0, dtype=dtype) if kept is None else kept
+    sizes, kept_dtype = kept or ((0,), dtype)
+    return q.new_empty(B, T, H, V), end, start, q.new_empty(sizes, dtype=kept_dtype)
 
 
 @op("linear_attention_backward")

@@ -33,7 +33,7 @@ from ringattn.segments import pieces, segments, uneven
 from ringattn.spec import Docs
 from ringattn.torch.exchange import hop
 from ringattn.torch.linear.chains import Chains, Coming
-from ringattn.torch.linear.states import Exchange
+from ringattn.torch.linear.states import Flight
 
 if TYPE_CHECKING:
     from ringattn.torch.linear.call import Given, LinearCall
@@ -118,11 +118,11 @@ class Documents:
         final = np.where(empty.all(1), 0, width - 1 - np.argmin(empty[:, ::-1], 1))
         self.final = self.index(np.arange(batch) * width + final)
 
-    def exchange(self, call: "LinearCall", maps: Map, backward: bool = False) -> Exchange | Coming:
+    def exchange(self, call: "LinearCall", maps: Map, backward: bool = False) -> Flight | Coming:
         """Start the transfer of the states before segments, or backward of the gradients behind them."""
         if self.chains:
             return self.chains[backward].start(call.plan, maps)
-        return Exchange(call.plan, maps, None, call.way, backward=backward)
+        return call.paths[backward].start(maps, None)
 
     def index(self, x: Ints, dtype: Any = np.int64) -> Tensor:
         return torch.from_numpy(x.astype(dtype)).to(self.device)
@@ -236,12 +236,6 @@ class Documents:
         if dend is not None:
             by_document.index_copy_(0, self.empty, dend.index_select(0, self.empty).to(by_document.dtype))
         return by_document.unflatten(0, (len(initial), -1))[:, 0]
-
-
-def documents_of(
-    plan: Plan, docs: Docs, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device
-) -> Documents:
-    return Documents(plan, docs, ring_rank, ulysses_rank, batch, device)
 
 
 def row_length(tokens: Ints, level: int = 0) -> int:

@@ -14,16 +14,14 @@ from torch import Tensor
 
 from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan
-from ringattn.segments import order
 from ringattn.spec import Docs
 from ringattn.torch.attention.ulysses import cleared
 from ringattn.torch.bind import autocast, traced
 from ringattn.torch.dispatch import no_autocast, no_view, once
-from ringattn.torch.handles import whole_on_one
-from ringattn.torch.linear import documents, states
-from ringattn.torch.linear.call import Given, LinearCall, bind, empty_states
+from ringattn.torch.linear import documents
+from ringattn.torch.linear.call import Given, LinearCall, bind
 
-Found = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor | None, ...]  # in the order of `Given`
 
 
@@ -44,10 +42,9 @@ def linear_attention(
     check: bool | None = None,
 ) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
-    plan = whole_on_one(q, q) if plan is None else plan
     q, k, v = autocast(q, k, v)
     x = Given(q, k, v, log_decay, beta, initial_state)
-    keep = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in x)
+    keep = torch.is_grad_enabled() and any([getattr(t, "requires_grad", False) for t in x])
     out: Tensor
     end: Tensor | None
     if traced(*x):
@@ -55,8 +52,7 @@ def linear_attention(
 
         out, end = linear_op(x, plan, docs, scale, kernel, scan, keep, check, return_state)
     else:
-        look = q.device.type == "cpu" if check is None else check
-        call = bind(x, plan, docs, scale, kernel, scan, keep, look, return_state)
+        call = bind(x, plan, docs, scale, kernel, scan, keep, check, return_state)
         out, end = LinearAttention.apply(call, *x) if keep else forward(call, x)[:2]
     return (out, end) if return_state else out
 
@@ -79,7 +75,7 @@ class LinearAttention(torch.autograd.Function):
     backward = once(run_backward, "ringattn.linear_attention")
 
 
-def forward(call: LinearCall, given: Given) -> Found:
+def forward(call: LinearCall, given: Given) -> Outputs:
     """(out, the state behind the last token), and for backward, if it will run, the state before each of this rank's
     segments, or before each chunk. With one state a document: the state behind each of them, the states before segments
     and, in the place of those before chunks, those before rows.
@@ -90,8 +86,8 @@ def forward(call: LinearCall, given: Given) -> Found:
             return out, end, *(more if call.gradients else (None, None))
         x = call.inputs(given)
         own = call.kernel.scan_states(x, maps=not call.alone)
-        flying = call.exchange(own, given.initial_state, end_everywhere=bool(call.returned))
-        kept = empty_states(call.kernel, x) if call.gradients else None
+        flying = call.paths[0].start(own.map, given.initial_state, bool(call.returned)) if call.paths else None
+        kept = None if call.kept is None else given.q.new_empty(call.kept[0], dtype=call.kept[1])
         out, end = call.kernel.read_out(x, own, flying.before if flying else given.initial_state, kept)
         start = None
         if flying is not None:
@@ -112,20 +108,20 @@ def backward(
     with no_autocast(given.q.device):
         if call.documents is not None:
             return documents.backward(call, given, start, kept, dout, dend)
-        x, (dout,) = call.inputs(given), call.folded(dout)
+        x, dout = call.inputs(given), call.of_output(dout)
         back = call.kernel.scan_gradients(x, dout, maps=not call.alone)
-        last, first = order(call.plan)[-1], order(call.plan)[0]
-        if dend is not None and not call.alone:
-            dend = states.total_at(call.plan, dend, call.way, last[0])
-        flying = call.exchange(back, dend, backward=True)
+        flying = None
+        if call.paths:
+            path = call.paths[1]
+            flying = path.start(back.map, None if dend is None else path.total(dend))
         own: Any = kept
         if kept is None:  # recompute them while the gradients of the states travel
             own = call.kernel.scan_states(x, maps=False)
         before = given.initial_state if call.alone else start
         *grads, dinitial = call.kernel.gradients(x, own, before, back, dout, flying.before if flying else dend)
         if flying is not None and given.initial_state is not None:
-            dinitial = flying.behind if call.place == first[:2] else torch.zeros_like(given.initial_state)
+            dinitial = flying.behind if call.first else torch.zeros_like(given.initial_state)
         dq, dk, dv, dg, dbeta = (None if t is None else call.whole(t).contiguous() for t in grads)
-        if dg is not None:  # padding lies before the end state, so its gates have gradients
+        if dg is not None and call.real is not None:  # padding lies before the end state, so its gates have gradients
             dg = cleared(dg, call.real).contiguous()
     return dq, dk, dv, dg, dbeta, None if given.initial_state is None else dinitial

@@ -1,0 +1,273 @@
+"""The memory of a rank at the peak of a call, forward and backward, counted tensor by tensor.
+
+It follows what `ringattn.torch.attention` allocates and frees, in that order, so a change there belongs here too. Held
+are q, k, v, out, the lse and the gradient of out; backward adds keys that travel, gradients, and what a kernel needs
+beside them. All ranks at once, as numpy arrays. tests/test_predict.py holds it against measured peaks.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringattn.cost import Course, Shape, kv_heads_of_a_rank
+from ringattn.planning import Plan
+from ringattn.recipe import LONG
+
+THIN, ROWS = 1024, 32  # FlashAttention-4 leaves steps of so few keys to our kernel, which takes queries as so many rows
+CUT = 4096  # from so many queries on
+
+
+class Sizes(NamedTuple):
+    """Bytes a token of the heads that are computed together, and which kernel computes them."""
+
+    q: float
+    out: float
+    kv: float
+    full: float  # of keys and values, if there were as many heads as of queries
+    rows: float  # 4 bytes a query head
+    exact: float  # sums over inputs: 2 if those have 16 bits
+    travel: float  # gradients that travel over inputs
+    halves: bool  # key heads can be cut into halves
+    kernel: str
+    own: bool  # our kernel, which gives gradients in float32; those of libraries have the dtype of inputs
+
+    def beside(self, queries: Any, keys: Any) -> Any:
+        """What a library needs while it computes gradients of so many queries and keys.
+
+        All sum dq in float32 and keep a number or two a row. FlashAttention-4 sums dk and dv of grouped heads in
+        float32, too. cuDNN does not say what it takes; so much fits most shapes in benchmarks/plans-h100.jsonl.
+        """
+        if self.own:
+            return 0.0
+        grouped = self.full > self.kv
+        if self.kernel == "fa4":
+            return queries * (2 * self.q + 2 * self.rows) + keys * 2 * self.kv * grouped
+        return queries * (2 * self.q + self.rows) + keys * self.full * (2 if grouped else 1)
+
+
+class Live:
+    """The bytes that are held, and the most that were."""
+
+    def __init__(self, now: Any):
+        self.now = self.most = np.asarray(now, float)
+
+    def take(self, nbytes: Any) -> Any:
+        self.now = self.now + nbytes
+        self.most = np.maximum(self.most, self.now)
+        return nbytes
+
+    def free(self, nbytes: Any) -> None:
+        self.now = self.now - nbytes
+
+    def pass_by(self, nbytes: Any) -> None:
+        """Held for a moment."""
+        self.take(nbytes)
+        self.free(nbytes)
+
+
+class Parts:
+    """A gradient in parts, as `ringattn.kernels.total.Total`; `whole` are the bytes of their sum."""
+
+    def __init__(self, live: Live, whole: Any):
+        self.live, self.whole = live, whole
+        self.nbytes = self.place = 0 * live.now
+
+    def add(self, nbytes: Any, place: bool = False) -> None:
+        """Another part, which is held already; `place`: if it is the first, later ones may be added to it."""
+        self.place = self.place + place * (self.nbytes == 0) * (nbytes > 0)
+        self.nbytes = self.nbytes + nbytes
+
+    def fold(self) -> None:
+        """Parts of more than 1.5 times the sum are added up."""
+        over = 2 * self.nbytes > 3 * self.whole
+        self.live.take(over * (self.place == 0) * self.whole)
+        self.live.free(over * (self.nbytes - self.whole * (self.place > 0)))
+        self.nbytes, self.place = np.where(over, self.whole, self.nbytes), np.maximum(self.place, over)
+
+
+def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, narrow: bool) -> float:
+    """Bytes of the rank that holds most. `grads` is the size of gradients that travel over that of keys."""
+    item, groups = shape.itemsize, plan.groups_for(shape) if plan.swaps else 1
+    heads, kv_heads = shape.heads / plan.ulysses / groups, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) / groups
+    both, batch = shape.head_dim + shape.value_dim, shape.batch
+    each = Sizes(
+        batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item, batch * kv_heads * both * item,
+        batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item), grads, kv_heads >= 2, kernel, not narrow,
+    )  # fmt: skip
+    n, keys, local = plan.tokens.shard_len, plan.keys.tokens.shard_len, plan.local_len
+    given: float = (
+        local * batch * item * shape.heads * (shape.head_dim + 2 * shape.value_dim)
+    )  # q, out and its gradient
+    given += shape.kv_bytes(plan.keys.local_len, shape.kv_heads)
+    lse = local * batch * shape.heads * (4 if item == 2 else 8)
+    if plan.ulysses > 1:  # what entered is kept
+        given += groups * (n * (each.q + each.out) + keys * each.kv)
+    live = Live(np.full(len(steps.ranks), float(given + lse)))
+    if plan.strategy == "gather" and plan.ring > 1:
+        gathered(live, plan, each, groups)
+    elif plan.ulysses > 1:
+        exchanged(live, plan, each, groups, steps)
+    else:
+        ringed(live, plan, each, steps)
+    return float(live.most.max())
+
+
+def prepared(each: Sizes, n: int) -> float:
+    """What our kernel makes of the rows; of those with a float64 lse also another gradient of out."""
+    return n * each.own * (2 * each.rows + (each.out + each.rows) * (each.exact == 1))
+
+
+def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
+    """Backward of one group of heads over a ring, round by round."""
+    n, keys = plan.tokens.shard_len, plan.keys.tokens.shard_len
+    live.take(prepared(each, n))
+    if len(steps.passed) == 1:  # nothing travels, and nothing is added to the gradients
+        live.take(n * each.q + keys * each.kv + each.beside(n, keys))
+        return
+    arriving = steps.near + steps.far
+    dq, own = Parts(live, n * each.q * each.exact), Parts(live, keys * each.kv * each.exact)
+    first = [*np.flatnonzero(steps.passed).tolist(), len(steps.passed)]
+    of_round(live, plan, each, steps, range(first[0]), dq, own, np.full(len(steps.ranks), keys))
+    held: Any = 0.0  # of another rank
+    coming: Any = 0.0  # sums of its gradients
+    for begin, end in [(first[i], first[i + 1]) for i in telling(arriving[:, first[:-1]].max(0, initial=0))]:
+        room = live.take(arriving[:, begin] * each.kv)
+        live.free(held)
+        held, totals = room, Parts(live, room * each.exact)
+        of_round(live, plan, each, steps, range(begin, end), dq, totals, arriving[:, begin])
+        totals.add(coming)
+        live.take((totals.place == 0) * totals.whole)  # their sum goes on
+        live.free(totals.nbytes - totals.whole * (totals.place > 0))
+        coming = live.take(totals.whole) if end < first[-1] else 0.0
+        live.free(totals.whole)
+    for nbytes, parts, share in ((n * each.q, dq, 1.0), (keys * each.kv / 2, own, 0.5), (keys * each.kv / 2, own, 0.5)):
+        live.take(nbytes)  # in the dtype of the inputs, one after the other
+        live.free(parts.nbytes * share)
+
+
+def telling(sizes: np.ndarray) -> list[int]:
+    """Of steps or rounds that bring so much: the first, the last, and those about the largest; the rest is as they."""
+    count = len(sizes)
+    if count <= 7:
+        return list(range(count))
+    largest = int(sizes.argmax())
+    return sorted({0, 1, count - 2, count - 1} | ({largest - 1, largest, largest + 1} & set(range(count))))
+
+
+def of_round(
+    live: Live, plan: Plan, each: Sizes, steps: Course, which: range, dq: Parts, own: Parts, held: np.ndarray
+) -> None:  # fmt: skip
+    """The steps while a block of `held` tokens is here, whose first is of that block; in the order of backward."""
+    n, brought = plan.tokens.shard_len, steps.near + steps.far
+    home, others = which[0], [*which[1:]]
+    others = [others[i] for i in telling(brought[:, others].max(0, initial=0))]
+    order = [(home, 1.0), *((s, 1.0) for s in others)] if each.own else [*((s, 1.0) for s in others), (home, 1.0)]
+    if not each.own and each.halves and others and n >= LONG:
+        order = [(home, 0.5), *order[:-1], (home, 0.5)]
+
+    def room(s: int) -> Any:
+        return live.take(brought[:, s] * each.kv * (s != home))
+
+    flying: Any = 0.0  # gradients on their way from here
+    arriving: Any = 0.0  # and to here
+    here = room(order[0][0])
+    for (s, share), (following, _) in zip(order, [*order[1:], (home, 1.0)], strict=True):
+        if each.own:
+            live.free(flying)
+            own.add(arriving)
+            own.fold()
+            flying = arriving = 0.0
+        coming = room(following)
+        work = (steps.pairs[:, s] > 0) * share
+        tokens = work * (held if s == home else brought[:, s])
+        made = computed(live, each, steps, s, work * steps.queries[:, s], tokens, n, dq)
+        travels = (s != home) * (brought[:, s] + steps.shown[:, s] > 0)
+        if np.any(travels):
+            live.free(flying)
+            own.add(arriving)
+            own.fold()
+            arriving = live.take(steps.shown[:, s] * each.kv * each.travel)
+            if each.own and each.exact != each.travel:  # copies in the dtype in which they travel
+                live.take(tokens * each.kv * each.travel)
+                live.free(made)
+                made = tokens * each.kv * each.travel
+            flying = made * travels
+        own.add(made * ~np.asarray(travels, bool), place=each.own)
+        if each.own:
+            dq.add(live.take((dq.place == 0) * work * n * each.q * each.exact), place=True)
+        dq.fold()
+        live.free(here)
+        here = coming
+    live.free(flying)
+    own.add(arriving)
+
+
+def computed(
+    live: Live, each: Sizes, steps: Course, s: int, queries: np.ndarray, tokens: np.ndarray, n: int, dq: Parts
+) -> np.ndarray:  # fmt: skip
+    """A kernel's gradients of a step: the bytes of dk and dv. That of queries is a part of `dq`, but for our kernel."""
+    wide = tokens * each.kv * each.exact
+    if each.own:
+        live.take(wide)
+        return wide
+    few = 2 * steps.pairs[:, s] <= THIN * np.maximum(queries, 1)
+    thin = few & (steps.near + steps.far > 0)[:, s] & (queries > 0) & (n >= CUT) & (each.kernel == "fa4")
+    part = np.where(thin, n * each.q * each.exact, queries * each.q)
+    made = np.where(thin, wide, tokens * each.kv)
+    live.take(part + made)
+    rows = 2 * n * each.rows + (ROWS - 1) * np.minimum(tokens, THIN) * each.kv * each.exact
+    live.pass_by(np.where(thin, rows, each.beside(queries, tokens)))
+    dq.add(part)
+    return made
+
+
+def exchanged(live: Live, plan: Plan, each: Sizes, groups: int, steps: Course) -> None:
+    """Heads enter, are computed and leave; while one group is computed, the next enters and the one before leaves."""
+    n, keys, away = plan.tokens.shard_len, plan.keys.tokens.shard_len, (plan.ulysses - 1) / plan.ulysses
+    dout, grads = n * each.out, n * each.q + keys * each.kv
+    alone, left = Live(0 * live.now), 0.0
+    ringed(alone, plan, each, steps)
+    live.take(dout * (1 + away))  # with the packed part of other ranks
+    for g in range(groups):
+        if g + 1 < groups:
+            live.take(dout * (1 + away))
+        live.free(dout * away)
+        live.pass_by(alone.most)
+        live.take(grads + prepared(each, n))
+        live.take(grads * (1 + away))  # what leaves, and room for what comes before it is in its place
+        live.free(left)
+        left = grads * (1 + away)
+        live.free(prepared(each, n) + dout)
+
+
+def gathered(live: Live, plan: Plan, each: Sizes, groups: int) -> None:
+    """All keys are here at once; their gradients are summed in float32 and go home, one group of heads behind."""
+    n, keys, ring = plan.tokens.shard_len, plan.keys.tokens.shard_len, plan.ring
+    every, reorders = keys * ring * each.kv, not plan.keys.tokens.in_order
+    own, sums, wide = keys * each.kv * each.exact, every * each.exact, (n * each.q + every) * each.exact
+
+    def came_home() -> None:
+        for _ in range(2):  # dk, dv
+            live.take(own / 2 * (ring + 1))
+            live.free(own / 2 * ring)
+        live.free(sums + own * (ring - 1) + own)
+        live.take(own / each.exact)
+
+    live.take(every)
+    for g in range(groups):
+        last = g + 1 == groups
+        live.take(every * (not last) + every * reorders)
+        live.free(every * (reorders and not last))  # those that are not in order are held until the last are used
+        live.take(prepared(each, n))
+        made = live.take(wide if each.own else wide / each.exact)
+        live.pass_by(each.beside(n, keys * ring))
+        live.take(wide * (not each.own))
+        live.free(made * (not each.own))
+        live.free(prepared(each, n) + every * (reorders or not last))
+        for _ in range(2):
+            live.take(reorders * sums / 2 + own / 2 * (ring - 1))
+        live.free(reorders * sums)
+        if g:
+            came_home()
+    live.free(every)
+    came_home()
