@@ -23,8 +23,8 @@ class Relay:
     ):
         self.axis, self.start, self.steps = axis, start, steps
         self.shift = -1 if reverse else 1
-        place = axis.size - 1 - axis.rank if reverse else axis.rank
-        self.first, self.last = place == 0, place == axis.size - 1
+        turn = axis.size - 1 - axis.rank if reverse else axis.rank
+        self.first, self.last = turn == 0, turn == axis.size - 1
         if self.first:  # it waits for no other rank
             onward = [] if self.last else [step(x) for step, x in zip(steps, start, strict=True)]
             self.hops = [self.move(x, send=True) for x in onward]
@@ -50,9 +50,9 @@ class Relay:
 
 def broadcast(axis: Axis, x: Any, source: int) -> Any:
     """The tensor of rank `source` on every rank, in log2(size) steps; the other ranks pass one of its shape."""
-    place, reach = (axis.rank - source) % axis.size, 1
+    turn, reach = (axis.rank - source) % axis.size, 1
     while reach < axis.size:
-        sends, receives = place < reach and place + reach < axis.size, reach <= place < 2 * reach
+        sends, receives = turn < reach and turn + reach < axis.size, reach <= turn < 2 * reach
         arrived = axis.rotate((x,), reach, send=sends, recv=receives).wait()
         x = arrived[0] if arrived else x
         reach *= 2
@@ -61,11 +61,11 @@ def broadcast(axis: Axis, x: Any, source: int) -> Any:
 
 def add_up(axis: Axis, x: Any, target: int) -> Any:
     """The sum of all ranks' tensors on rank `target`, in log2(size) steps; undefined on the other ranks."""
-    place, reach = (axis.rank - target) % axis.size, 1
+    turn, reach = (axis.rank - target) % axis.size, 1
     while 2 * reach < axis.size:
         reach *= 2
     while reach and axis.size > 1:
-        sends, receives = reach <= place < 2 * reach, place < reach and place + reach < axis.size
+        sends, receives = reach <= turn < 2 * reach, turn < reach and turn + reach < axis.size
         arrived = axis.rotate((x,), -reach, send=sends, recv=receives).wait()
         x = x + arrived[0] if arrived else x
         reach //= 2

@@ -20,13 +20,13 @@ WORDS: dict[Any, str] = {
 
 def option(
     default: Any, help: str, least: int | None = None, below: int | None = None, among: tuple[str, ...] = (),
-    alone: str | None = None,
+    bare: str | None = None,
 ) -> Any:  # fmt: skip
     """A field of a dataclass whose value `allow` checks: one of `among`, or a number from `least` on and under `below`.
 
-    Numbers must be above 0 unless `least` or a default of 0 allows others. `alone` is the value of --key without one.
+    Numbers must be above 0 unless `least` or a default of 0 allows others. `bare` is the value of --key without one.
     """
-    metadata = {"help": help, "least": least, "below": below, "among": among, "alone": alone}
+    metadata = {"help": help, "least": least, "below": below, "among": among, "bare": bare}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

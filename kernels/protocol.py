@@ -129,7 +129,10 @@ class JaxKernel:
 
 @dataclass(frozen=True)
 class LinearKernel:
-    """A kernel of gated linear attention; `kernels/linear/maps.py` documents its functions."""
+    """A kernel of linear attention; `kernels/linear/maps.py` documents its functions.
+
+    gated      the kernel that serves without beta, if it is another one
+    """
 
     scan_states: Callable[..., Any]
     read_out: Callable[..., Any]
@@ -137,3 +140,4 @@ class LinearKernel:
     gradients: Callable[..., Any]
     states_shape: Callable[..., Any]
     refuses: "Callable[[Problem], str | None]" = serves
+    gated: "LinearKernel | None" = None

@@ -12,7 +12,7 @@ dims have the rates of the larger one. The masks are
 A row holds the useful TFLOP/s of long sequences in 16 bits, forward and backward. `ringattn tune what=rates` measures
 them; benchmarks/rates-h200.jsonl and rates-h100.jsonl have the runs behind this table. An H100 gives the same as an
 H200 within 3%; but at head dim 256 FlashAttention-4 is 9% faster forward there and a fifth slower backward, and the
-rows are between both. FlashAttention-4 at 192x128 was not measured yet.
+rows are between both. FlashAttention-4 at 192x128 was measured on an H100, with as many key heads as query heads.
 """
 
 import json
@@ -63,6 +63,10 @@ RATES: dict[str, tuple[float, float]] = {
     "sm90/fa4/short/64": (290, 220),
     "sm90/fa4/short/128": (335, 217),
     "sm90/fa4/short/256": (310, 150),
+    "sm90/fa4/rectangles/192x128": (719, 485),
+    "sm90/fa4/packed/192x128": (580, 429),
+    "sm90/fa4/long/192x128": (634, 468),
+    "sm90/fa4/short/192x128": (359, 272),
     "sm90/fa4/rectangles/64/softcap": (219, 202),
     "sm90/fa4/rectangles/128/softcap": (314, 401),
 }

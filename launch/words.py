@@ -121,10 +121,10 @@ def values(words: list[str], options: type) -> dict[str, Any]:
         if key in given:
             raise ValueError(f"{key} is given twice; give it once")
         if word.startswith("-") and not equals:
-            alone = "true" if hints[key] is bool else fields[key].metadata.get("alone")
-            if alone is None:
+            bare_value = "true" if hints[key] is bool else fields[key].metadata.get("bare")
+            if bare_value is None:
                 raise ValueError(f"{word} has no value; give {key}={show(default_of(fields[key]))}, or another")
-            text = alone
+            text = bare_value
         given[key] = convert(key, text, hints[key])
         allow(key, fields[key], given[key])
     return given
@@ -151,7 +151,7 @@ def convert(key: str, text: str, hint: Any) -> Any:
         if origin in (list, tuple):
             inner = typing.get_args(kind)[0]
             try:
-                return origin(convert(key, part, inner) for part in text.strip("[]()").split(",") if part)
+                return origin(convert(key, item, inner) for item in text.strip("[]()").split(",") if item)
             except ValueError:
                 continue
         if kind is bool and text.lower() in ("true", "false", "1", "0", "yes", "no"):

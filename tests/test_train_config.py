@@ -283,7 +283,7 @@ def test_help_names_every_key_and_every_file(capsys):
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "completions"),
     [
         ("ringattn", [f"{name} " for name in words.COMMANDS]),
         ("ringattn  tr", ["train "]),

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from triton._C.libtriton.ir import INPUT_PRECISION
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from ringattn.kernels.linear import of_rule
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import recurrent
 from ringattn.kernels.linear.triton import delta, gated
@@ -114,8 +115,9 @@ def truth_of(x: Given) -> dict[str, torch.Tensor]:
     return {"out": out.detach(), "end": end.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
-def found_by(x: Given, kernels: object = delta, keep: bool = False) -> dict[str, torch.Tensor]:
+def results_of(x: Given, keep: bool = False) -> dict[str, torch.Tensor]:
     """The passes, one after the other, as one rank runs them; `keep`: the states before all chunks, for backward."""
+    kernels = of_rule(delta.KERNEL, x.beta is not None)
     inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, x.begin, x.scale)
     scan = kernels.scan_states(inputs)
     sizes, dtype = kernels.states_shape(x.k, x.v)
@@ -136,7 +138,7 @@ def distance(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 def check(case: Case) -> None:
     given = draw(case)
-    truth, results = truth_of(given), found_by(given)
+    truth, results = truth_of(given), results_of(given)
     for name, like in zip(("out", "dq", "dk", "dv", "dg"), (given.q, given.q, given.k, given.v, given.g), strict=True):
         assert like is None or results[name].dtype == like.dtype, name
     errors = {name: distance(results[name], truth[name]) for name in truth}
@@ -179,7 +181,7 @@ def test_what_tensor_cores_cut_off_does_not_reach_the_gates_gradient(decay: floa
     given = draw(case)
     given.g = given.g.float()
     truth = truth_of(given)
-    errors = {name: distance(x, truth[name]) for name, x in found_by(given).items()}
+    errors = {name: distance(x, truth[name]) for name, x in results_of(given).items()}
     assert errors["dg"] <= 6e-4, errors
 
 
@@ -188,7 +190,7 @@ def test_what_tensor_cores_cut_off_does_not_reach_the_gates_gradient(decay: floa
 def test_gates_in_float32_have_a_finer_gradient_than_16_bits(decay: float) -> None:
     given = draw(Case(T=700, K=128, V=128, decay=decay, dtype="bfloat16"))
     given.g = given.g.float()
-    assert distance(found_by(given)["dg"], truth_of(given)["dg"]) <= 8e-4
+    assert distance(results_of(given)["dg"], truth_of(given)["dg"]) <= 8e-4
 
 
 def cut_off(dot: Any) -> Any:
@@ -223,7 +225,7 @@ def test_kept_states_and_walked_ones_give_the_same_bits_on_a_gpu(case: Case, dty
 
 def same_bits(case: Case) -> None:
     given = draw(case)
-    again, kept = found_by(given), found_by(given, keep=True)
+    again, kept = results_of(given), results_of(given, keep=True)
     for name in again:
         assert torch.equal(again[name], kept[name]), name
 
@@ -249,7 +251,7 @@ def test_offsets_beyond_32_bits() -> None:
 
     def run(part: slice, begin: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         x = [t[:, part] for t in (q, k, v, g, dout)]
-        results = found_by(Given(*x[:4], begin, None, x[4], None, K**-0.5))
+        results = results_of(Given(*x[:4], begin, None, x[4], None, K**-0.5))
         return tuple(results[name][:, -length:] for name in ("out", "dq", "dk", "dv", "dg"))
 
     torch.cuda.empty_cache()

@@ -55,6 +55,8 @@ def test_names_say_what_they_hold():
     vague = {(str(path.relative_to(ROOT)), name) for room in PLAIN for path in (ROOT / room).glob("*.py")
              for name in VAGUE & set(names(path))}  # fmt: skip
     assert vague == {("comms/memory.py", "piece"), ("comms/outbox.py", "piece")}  # what one copy moves
+    started = [path for room in ("launch", "conf", "comms") for path in (ROOT / room).rglob("*.py")]
+    assert {path.name for path in started if "part" in names(path)} == set()  # a partial, a share, an item, a half
     rooms = ("ringattn", "kernels", "comms", "launch", "conf", "examples", "benchmarks", "tests")
     files = {path.resolve() for room in rooms for path in (ROOT / room).rglob("*.py")}
     assert {(path.name, name) for path in files for name in SPOKEN & set(names(path))} == set()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ringattn import kernels
 from ringattn.kernels import Kernel
+from ringattn.kernels.protocol import LinearKernel
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ TABLE = (
 )
 
 
-def select(problem: LinearProblem, impl: str = "auto") -> Kernel:
-    """`ringattn.kernels.select` from this table."""
-    return kernels.select(problem, impl, TABLE)
+def select(problem: LinearProblem, impl: str = "auto") -> LinearKernel:
+    """The kernel of this table that `ringattn.kernels.select` takes, loaded: that of the problem's rule."""
+    return of_rule(kernels.select(problem, impl, TABLE).load(), problem.beta)
+
+
+def of_rule(kernel: LinearKernel, beta: bool) -> LinearKernel:
+    """The kernel itself for the delta rule, and the one that serves without beta."""
+    return kernel if beta or kernel.gated is None else kernel.gated

@@ -126,15 +126,15 @@ def square(case: Case, options: Options) -> list[Row]:
         return first.attend(*tensors, scale=scale, out_dtype=given.q.dtype)
 
     def with_gradients() -> Any:
-        part = step()
-        rows = second.prepare(given.dout, part.lse, None, part.out)
+        result = step()
+        rows = second.prepare(given.dout, result.lse, None, result.out)
         grads = second.backward(tensors[:3], given.where, rows, scale=scale)
         return [in_dtype(x, given.q.dtype) for x in grads]
 
     def own_calls(name: str) -> Passes:
         above = replace(given, **{n: getattr(given, n)[:, :half] for n in ("q", "k", "v", "dout")})
         below = replace(given, q=given.q[:, half:], dout=given.dout[:, half:], mask="full")
-        calls = [peers.fa4(part) for part in (above, below)]
+        calls = [peers.fa4(half) for half in (above, below)]
 
         def backward() -> Any:
             (dq, dk, dv, *_), (dq_below, dk_all, dv_all, *_) = (call["backward"]() for call in calls)

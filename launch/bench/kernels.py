@@ -157,10 +157,10 @@ def errors(case: Case, options: Options) -> list[Row]:
 def exact(given: Inputs) -> dict[str, torch.Tensor]:
     """out, lse, dq, dk and dv in float64."""
     q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
-    part = reference.attend(q, k, v, given.where, scale=given.scale)
-    given_rows = dout, part.lse, (part.out * dout).sum(-1)
+    partial = reference.attend(q, k, v, given.where, scale=given.scale)
+    given_rows = dout, partial.lse, (partial.out * dout).sum(-1)
     grads = reference.attend_backward(q, k, v, given.where, *given_rows, scale=given.scale)
-    return dict(zip(("out", "lse", "dq", "dk", "dv"), (*part, *grads), strict=True))
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (*partial, *grads), strict=True))
 
 
 def inputs(case: Case, options: Options, queries: int | None = None, seed: int = 0) -> Inputs:

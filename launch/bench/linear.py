@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ringattn as ra
-from ringattn.kernels.linear import TABLE, chunkwise
+from ringattn.kernels.linear import TABLE, chunkwise, of_rule
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.launch.bench import Row, contest
 from ringattn.launch.bench.contest import DTYPES, Passes
@@ -174,7 +174,8 @@ def of_kernel(kernels: Any, given: Given) -> Passes:
 
 
 def of_table(name: str) -> Callable[[Given], Passes]:
-    return lambda given: of_kernel(next(kernel for kernel in TABLE if kernel.name == name).load(), given)
+    kernel = next(kernel for kernel in TABLE if kernel.name == name)
+    return lambda given: of_kernel(of_rule(kernel.load(), given.x.beta is not None), given)
 
 
 def op(given: Given, **options: Any) -> Passes:

@@ -53,10 +53,10 @@ def of_table(name: str) -> Callable[[Inputs], Passes]:
         def forward() -> Any:
             return kernel.attend(*tensors, scale=given.scale, out_dtype=given.q.dtype)
 
-        part = forward()
+        partial = forward()
 
         def backward() -> Any:
-            return kernel.attend_backward(*tensors, given.dout, part.lse, None, out=part.out, scale=given.scale)
+            return kernel.attend_backward(*tensors, given.dout, partial.lse, None, out=partial.out, scale=given.scale)
 
         return {"forward": forward, "backward": backward}
 

@@ -55,7 +55,7 @@ class Options:
     warmup: int = option(2, "runs that are not timed", least=0)
     repeats: int = option(10, "timed runs")
     trace: str = option(
-        "", "a file name for a trace (.json) and a picture (.svg) of each first length and mode", alone="trace.json"
+        "", "a file name for a trace (.json) and a picture (.svg) of each first length and mode", bare="trace.json"
     )
     timeout: float = option(900.0, "seconds for all")
 

@@ -68,7 +68,7 @@ def run(words: list[str], task: Callable[[Train, str], int | None]) -> int | Non
 
 def own_files(words: list[str]) -> Path | None:
     """The folder that --config-dir names, if any; without Hydra, which --help does not need."""
-    flat = [part for word in words for part in word.split("=", 1)]
+    flat = [side for word in words for side in word.split("=", 1)]
     return next((Path(to) for flag, to in pairwise(flat) if flag in ("-cd", "--config-dir")), None)
 
 

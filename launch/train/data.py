@@ -197,12 +197,12 @@ def samples(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Samples:
     return dealt
 
 
-def extremes(corpus: Corpus, vocab: int, part: int = 0, parts: int = 1, size: int = 1 << 24) -> tuple[int, int]:
+def extremes(corpus: Corpus, vocab: int, share: int = 0, shares: int = 1, size: int = 1 << 24) -> tuple[int, int]:
     """The lowest and the highest token in one of `parts` parts of the files; (0, 0) if every value is valid."""
     kind, low, high = np.iinfo(corpus.dtype), 0, 0
     for file in corpus.files if kind.min < 0 or kind.max >= vocab else ():
         tokens = np.memmap(file, corpus.dtype, "r")
-        for at in range(len(tokens) * part // parts, end := len(tokens) * (part + 1) // parts, size):
+        for at in range(len(tokens) * share // shares, end := len(tokens) * (share + 1) // shares, size):
             here = tokens[at : min(at + size, end)]
             low, high = min(low, int(here.min())), max(high, int(here.max()))
     return low, high

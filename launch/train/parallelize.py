@@ -46,7 +46,7 @@ def build(
     """
     with torch.device("meta"):
         decoder = Decoder(model, recompute)
-    for name, module in parts(decoder):
+    for name, module in wrapped(decoder):
         module.to_empty(device=device, recurse=name != "")
         initialise(module, name, seed, model.layers, (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size()))
         if compile and isinstance(module, Block):
@@ -56,7 +56,7 @@ def build(
     return decoder
 
 
-def parts(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
+def wrapped(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
     """The modules that FSDP2 shards as units: each block, the embedding, the norm, the head; the whole model last."""
     for i, block in enumerate(decoder.blocks):
         yield f"blocks.{i}", block

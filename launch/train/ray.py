@@ -296,7 +296,7 @@ def jax_run(
     kind = ray.remote(num_cpus=cpus, num_gpus=gpus, resources=wanted)(JaxProcess)
     processes_ = [kind.remote() for _ in range(ranks)]
     try:
-        meeting = ray.get(processes_[0].place.remote(), timeout=patience)
+        meeting = ray.get(processes_[0].address.remote(), timeout=patience)
         waiting = {p.run.remote(meeting, r, ranks, patience, function, args): r for r, p in enumerate(processes_)}
         results: dict[int, Any] = {}
         while len(results) < ranks:
@@ -318,7 +318,7 @@ def jax_run(
 class JaxProcess:
     """One process of a JAX program, as an actor."""
 
-    def place(self) -> str:
+    def address(self) -> str:
         """Where the others meet it."""
         import ray
 

@@ -276,15 +276,15 @@ def probe_memory(job: Job, log: metrics.Log | None) -> None:
     """
     memory = metrics.Memory(job.device)
     whole = job.plan
-    for part in (8, 4, 2, 1):
-        length = max(1, job.config.seq_len // part)
+    for divisor in (8, 4, 2, 1):
+        length = max(1, job.config.seq_len // divisor)
         job.plan = whole.for_length(length)
         memory.reset()
         batch_loss(job, [job.samples.train(0)]).backward()
         job.optimizer.zero_grad()
         grown = memory.grown() / MIB
         if log:
-            log.write({"kind": "memory", "step": -part, "seq_len": length, "memory_mib": grown})
+            log.write({"kind": "memory", "step": -divisor, "seq_len": length, "memory_mib": grown})
     job.plan = whole
 
 

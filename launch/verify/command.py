@@ -55,7 +55,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 RARE = 100  # so many times as many random calls as are asked for are drawn, at most
 
 AnyCase = Case | linear_oracle.Case | drawn.Call
-# Each kind of case has a module with its title, table of kernels, `known`, `check` and `shared`.
+# Each kind of case has a module with its title, table of kernels, `truth_of`, `check` and `shared`.
 KINDS: dict[type, Any] = {drawn.Call: drawn, Case: attention, linear_oracle.Case: linear_oracle}
 
 

@@ -183,15 +183,15 @@ def walked(x: Inputs, lengths: Lengths | None, state: Tensor) -> tuple[Tensor, T
         return recurrent(x._replace(begin=begins(lengths, T)), state)
     out, ends, width = [], list(state), len(state) // rows
     for b in range(rows):
-        first, parts = 0, []
+        first, outs = 0, []
         for i, n in enumerate(lengths[b % len(lengths)]):
             q, k, v, g, beta = (None if t is None else t[b : b + 1, first : first + n] for t in x[:5])
             if n:
                 tokens: Any = q, k, v, g, beta, None, x.scale
-                part, (ends[b * width + i],) = recurrent(Inputs(*tokens), state[b * width + i][None])
-                parts.append(part)
+                own, (ends[b * width + i],) = recurrent(Inputs(*tokens), state[b * width + i][None])
+                outs.append(own)
             first += n
-        out.append(torch.cat([*parts, x.v.new_zeros(1, T - first, *x.v.shape[2:])], 1))
+        out.append(torch.cat([*outs, x.v.new_zeros(1, T - first, *x.v.shape[2:])], 1))
     return torch.cat(out), torch.stack(ends)
 
 

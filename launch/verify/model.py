@@ -60,7 +60,7 @@ class Batch:
 
 
 @dataclass
-class Found:
+class Results:
     """What one pass gave: the whole sequence's values, and every gradient."""
 
     loss: float
@@ -201,24 +201,24 @@ def draw(options: Any, model: Any) -> Batch:
     return Batch(tokens.to(options.device), [b - a for a, b in zip([0, *ends], [*ends, T], strict=True)])
 
 
-def on_one_rank(model: Any, batch: Batch) -> Found:
+def on_one_rank(model: Any, batch: Batch) -> Results:
     """The model itself on one rank: each document by itself."""
-    parts = []
+    documents = []
     for tokens in batch.tokens.split(batch.lengths, 1):
         output = model(tokens, output_hidden_states=True, use_cache=False)
-        parts.append([*output.hidden_states, output.logits])
-    values = [torch.cat(x, 1) for x in zip(*parts, strict=True)]
+        documents.append([*output.hidden_states, output.logits])
+    values = [torch.cat(x, 1) for x in zip(*documents, strict=True)]
     labels = batch.labels[0, 1:]
     loss = F.cross_entropy(values[-1][0, :-1], labels, ignore_index=IGNORED)
     loss.backward()
-    return Found(loss.item(), [x.detach() for x in values], gradients(model))
+    return Results(loss.item(), [x.detach() for x in values], gradients(model))
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-def over_ranks(options: Any, model: Any, batch: Batch) -> Found:
+def over_ranks(options: Any, model: Any, batch: Batch) -> Results:
     if options.backend == "threads":
         models = [deepcopy(model) for _ in range(options.count)]
         return local.run(
@@ -228,14 +228,14 @@ def over_ranks(options: Any, model: Any, batch: Batch) -> Found:
     return processes.run(process, options.count, options, backend=options.backend, timeout=options.timeout)[0]
 
 
-def process(options: Any) -> Found | None:
+def process(options: Any) -> Results | None:
     """One rank of processes: what the first one found."""
     model, mesh = load(options), init_mesh(ring=options.count, device_type=options.device)
     result = one_rank(mesh, model, draw(options, model))
     return result if mesh.get_rank() == 0 else None
 
 
-def one_rank(mesh: Any, model: Any, batch: Batch) -> Found:
+def one_rank(mesh: Any, model: Any, batch: Batch) -> Results:
     """One rank of the prepared model; what it gives is of the whole sequence."""
     plan = choosing.plan(mesh, seq_len=batch.tokens.shape[1])
     output = hf_model.prepare(model, plan)(
@@ -244,10 +244,10 @@ def one_rank(mesh: Any, model: Any, batch: Batch) -> Found:
     output.loss.backward()
     values = [plan.unshard(x.detach()) for x in (*output.hidden_states, output.logits)]
     shares = {name: plan.ring_axis.all_gather(x[None]).wait().sum(0) for name, x in gradients(model).items()}
-    return Found(output.loss.item(), values, shares)
+    return Results(output.loss.item(), values, shares)
 
 
-def compared(exact: Found, own: Found, spread: Found) -> list[Row]:
+def compared(exact: Results, own: Results, spread: Results) -> list[Row]:
     """Every value and gradient, layer by layer, in the order of the model."""
     layers = len(exact.values) - 2
     rows = [Row("embeddings"), *(Row(f"layer {i}") for i in range(layers)), Row("norm and head")]

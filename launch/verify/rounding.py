@@ -132,8 +132,8 @@ def allowances(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
     allowed["dk"] = by_tokens(scale * ds_off.mT @ q.abs(), case.kv_heads)
     allowed["dv"] = by_tokens((rounded + (dtype.low + unit) * p).mT @ dout.abs(), case.kv_heads)  # ranks have parts
     if case.sinks:
-        part = p_sink * delta.abs() * (lse_off + (dtype.low + 4 * unit)) + p_sink * delta_off + dtype.result(0 * delta)
-        allowed["dsinks"] = part.sum((0, 2, 3))
+        sinks = p_sink * delta.abs() * (lse_off + (dtype.low + 4 * unit)) + p_sink * delta_off + dtype.result(0 * delta)
+        allowed["dsinks"] = sinks.sum((0, 2, 3))
     return scaled({n: x if n in ("lse", "out") else x + dtype.result(0 * x) for n, x in allowed.items()})
 
 

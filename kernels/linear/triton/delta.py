@@ -1,4 +1,4 @@
-"""The delta rule in Triton: the functions of a `LinearKernel`; without beta, those of gated.py serve.
+"""The delta rule in Triton: the functions of a `LinearKernel`; without beta, that of gated.py serves.
 
 The map of all tokens costs more than the states: its factor has K columns, beside the V columns of a state. So with
 maps=False the scans compute nothing, and the later functions what they need. A long sequence is still cut into segments
@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.linear.maps import Deferred, Gradients, Inputs, Map, Scan, ShapeAndDtype, of_keys, resolve
+from ringattn.kernels.linear.maps import Deferred, Gradients, Inputs, Map, Scan, of_keys, resolve
 from ringattn.kernels.linear.triton import gated
 from ringattn.kernels.linear.triton.delta_gradients import gradients_kernel, pairs_kernel
 from ringattn.kernels.linear.triton.delta_products import prepare_kernel
@@ -43,6 +43,7 @@ class Cuts(NamedTuple):
     back_ends: Cut
     back: Cut
     join: Cut
+    total: Cut  # of the join of all segments into one map, which has more columns
     pairs: Cut
     gradients: Cut
     channel_gradients: Cut
@@ -50,33 +51,39 @@ class Cuts(NamedTuple):
 
     @classmethod
     def alike(cls, chunk: int, cut: Cut) -> "Cuts":
-        return cls(chunk, *[cut] * 12)
+        return cls(chunk, *[cut] * 13)
 
     def walks(self, cut: Cut) -> "Cuts":
         """With all walks cut so."""
         return self._replace(ends=cut, walk=cut, back_ends=cut, back=cut)
 
+    def joins(self, cut: Cut) -> "Cuts":
+        """With both joins cut so."""
+        return self._replace(join=cut, total=cut)
+
 
 FAST = Cuts(
     64, Cut(128, 128, 4, 1, 168), Cut(64, 64, 4, 1), Cut(64, 64, 4, 1), Cut(256, 64, 4, 2), Cut(256, 128, 8, 2),
-    Cut(256, 128, 8, 2), Cut(256, 128, 8, 2), Cut(64, 16, 4, 1), Cut(128, 128, 4, 1, 168), Cut(64, 64, 4, 2),
-    Cut(32, 64, 4, 1), Cut(16, 32, 4, 1),
+    Cut(256, 128, 8, 2), Cut(256, 128, 8, 2), Cut(128, 16, 8, 1), Cut(128, 32, 8, 1), Cut(128, 128, 4, 1, 168),
+    Cut(64, 64, 4, 2), Cut(32, 64, 4, 1), Cut(16, 32, 4, 1),
 )  # fmt: skip
-WIDE = FAST.walks(Cut(256, 32, 8, 1))._replace(join=Cut(32, 16, 8, 1), pairs=Cut(128, 128, 4, 1))
+WIDE = FAST.walks(Cut(256, 32, 8, 1)).joins(Cut(32, 16, 8, 1))._replace(pairs=Cut(128, 128, 4, 1))
 HALF = (
     Cuts.alike(64, Cut(32, 32, 4, 1))
     .walks(Cut(128, 32, 8, 1))
-    ._replace(join=Cut(32, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
+    .joins(Cut(32, 16, 8, 1))
+    ._replace(back=Cut(128, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
     ._replace(strong_gradients=Cut(16, 16, 4, 1))
 )
 SMALL = (
     Cuts.alike(32, Cut(32, 32, 4, 1))
     .walks(Cut(256, 32, 8, 1))
-    ._replace(join=Cut(16, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
+    .joins(Cut(16, 16, 8, 1))
+    ._replace(gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
     ._replace(strong_gradients=Cut(16, 16, 4, 1))
 )
 SLIM = SMALL.walks(Cut(256, 16, 8, 1))
-SINGLE = Cuts.alike(32, Cut(16, 16, 4, 1))._replace(join=Cut(16, 16, 8, 1))
+SINGLE = Cuts.alike(32, Cut(16, 16, 4, 1)).joins(Cut(16, 16, 8, 1))
 FINE = SINGLE.walks(Cut(256, 16, 8, 1))._replace(
     prepare=Cut(16, 16, 8, 1), channel_prepare=Cut(16, 16, 8, 1), strong_prepare=Cut(16, 16, 8, 1)
 )
@@ -136,8 +143,6 @@ class Saved(NamedTuple):
 
 def scan_states(x: Inputs, maps: bool = True) -> Scan:
     """The map of the state by all tokens."""
-    if x.beta is None:
-        return gated.scan_states(x, maps)
     if not maps:
         return Scan(None)
     call = DeltaLaunches(x)
@@ -148,8 +153,6 @@ def scan_states(x: Inputs, maps: bool = True) -> Scan:
 
 def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
     """The map from the gradient for the state behind the last token to that for the state before the first one."""
-    if x.beta is None:
-        return gated.scan_gradients(x, dout, maps)
     if not maps:
         return Scan(None)
     call = DeltaLaunches(x)
@@ -158,19 +161,10 @@ def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
     return Scan(call.map_of(ends, reverse=True), Saved(prepared, ends))
 
 
-def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
-    """The shape and dtype of the states before all chunks, [B, N, H, K, V], the same with and without beta; with beta
-    each is stored as [V, K].
-    """
-    return gated.states_shape(k, v)
-
-
 def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(out [B, T, H, V] in q's dtype, the state behind the last token): the products within each chunk, plus q times
     the state before it.
     """
-    if x.beta is None:
-        return gated.read_out(x, scan, start, kept)
     call = DeltaLaunches(x)
     saved = call.saved(scan, None, start)
     out = call.empty(*x.v.shape, dtype=x.q.dtype)
@@ -181,8 +175,6 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
     """The gradients in the dtypes and shapes of their inputs, and that for the start state; `dend` is the gradient for
     the end state.
     """
-    if x.beta is None:
-        return gated.gradients(x, scan, start, rscan, dout, dend)
     call = DeltaLaunches(x)
     saved = call.saved(rscan, dout, dend)
     states = scan
@@ -301,7 +293,7 @@ class DeltaLaunches(gated.Launches):
 
     def join(self, ends: Tensor, first: Tensor | None, joined: Tensor, reverse: bool, whole: bool) -> Tensor:
         """Launches `join_kernel`."""
-        cut, held = self.delta.join, self.channels["BLOCK_K"]
+        cut, held = self.delta.total if whole else self.delta.join, self.channels["BLOCK_K"]
         block_v = self.tile(cut)[1]
         tiles = cdiv(self.V, block_v) + (cdiv(self.K, block_v) if whole else 0)
         launch(
@@ -315,7 +307,7 @@ class DeltaLaunches(gated.Launches):
     def map_of(self, ends: Tensor, reverse: bool) -> Map:
         """The map of all segments."""
         whole = self.join(ends, None, self.empty(self.B, self.H, self.K, self.V + self.K), reverse, whole=True)
-        return Map(whole[..., self.V :], whole[..., : self.V])
+        return Map(whole[..., : self.K], whole[..., self.K :])
 
     def empty_states(self) -> Tensor:
         """Memory for the states before all chunks."""
@@ -377,4 +369,7 @@ class DeltaLaunches(gated.Launches):
         return dq, dk, summed, dbeta.sum(-1).to(self.beta.dtype)
 
 
-KERNEL = LinearKernel(scan_states, read_out, scan_gradients, gradients, states_shape, gated.refuses)
+# states before all chunks have the same shape with and without beta; with beta each is stored as [V, K]
+KERNEL = LinearKernel(
+    scan_states, read_out, scan_gradients, gradients, gated.states_shape, gated.refuses, gated=gated.KERNEL
+)

@@ -169,7 +169,8 @@ def join_kernel(
 
     Programs: one for each tile of columns, and head of each batch row. Loop: over the segments, state = factor * state
     + end, from `first` or zero. ROWS rows of the factor are multiplied at a time, so that it fits shared memory. With
-    MAP the columns of the unit matrix are behind those of V as in `walk_kernel`, and only the last state is stored.
+    MAP the columns of the unit matrix are behind those of V as in `walk_kernel`; only the last state is stored, behind
+    the factor as maps travel.
     Otherwise nothing is needed of the last segment, nor the factor of the first if it starts from zero: both may be
     missing (SKIP and ZERO of `walk_kernel`).
     """
@@ -204,5 +205,5 @@ def join_kernel(
             later = tl.where(part == r, some[None], later)
         state = tl.reshape(later, [BLOCK_K, BLOCK_V]) + own
     if MAP:
-        found_ptr += row * (K * WIDE) + tl.where(unit, V, 0) + column
+        found_ptr += row * (K * WIDE) + tl.where(unit, 0, K) + column
         tl.store(found_ptr + rows[:, None] * WIDE + cols[None, :], state, mask=inside)

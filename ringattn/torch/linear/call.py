@@ -211,8 +211,7 @@ def selected(x: Given, kernel: str) -> LinearKernel:
         beta=x.beta is not None,
         arch=torch.cuda.get_device_capability(x.q.device) if x.q.is_cuda else None,
     )
-    loaded: LinearKernel = linear.select(problem, kernel).load()
-    return loaded
+    return linear.select(problem, kernel)
 
 
 def rows(x: Tensor, parts: int) -> Tensor:

@@ -69,11 +69,10 @@ class Chains:
 
     def start(self, plan: Plan, maps: Map) -> "Coming":
         """Send the maps of this rank's segments [N, H, K, ...] to where they are needed."""
-        (N, H, K, V), what = maps.kv.shape, "the maps of segments"
-        packed = torch.cat([maps.factor.expand(N, H, K, -1), maps.kv], -1).index_select(0, self.own)
+        what, packed = "the maps of segments", maps.packed().index_select(0, self.own)
         shard = sent(plan.ulysses_axis, [packed] * plan.ulysses, self.of_ulysses, what).wait()
         given = [shard.index_select(0, at) for at in self.give]
-        return Coming(self, sent(plan.ring_axis, given, self.of_ring, what), V)
+        return Coming(self, sent(plan.ring_axis, given, self.of_ring, what), maps.kv.shape[-1])
 
 
 class Coming:

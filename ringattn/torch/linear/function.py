@@ -21,7 +21,7 @@ from ringattn.torch.dispatch import no_autocast, no_view, once
 from ringattn.torch.linear import documents
 from ringattn.torch.linear.call import Given, LinearCall, bind
 
-Found = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor | None, ...]  # in the order of `Given`
 
 
@@ -75,7 +75,7 @@ class LinearAttention(torch.autograd.Function):
     backward = once(run_backward, "ringattn.linear_attention")
 
 
-def forward(call: LinearCall, given: Given) -> Found:
+def forward(call: LinearCall, given: Given) -> Outputs:
     """(out, the state behind the last token), and for backward, if it will run, the state before each of this rank's
     segments, or before each chunk. With one state a document: the state behind each of them, the states before segments
     and, in the place of those before chunks, those before rows.

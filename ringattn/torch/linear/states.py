@@ -63,8 +63,8 @@ class Flight:
         self.ring, self.arrived = path.plan.ring_axis, False
         self.ahead: Iterable[Tensor] = ()
         self.state: State = None
-        N, H, K, self.V = own.kv.shape
-        shard = gathered(torch.cat([own.factor.expand(N, H, K, -1), own.kv], -1), path.plan.ulysses_axis)
+        self.V = own.kv.shape[-1]
+        shard = gathered(own.packed(), path.plan.ulysses_axis)
         if path.way.name == "gather":
             self.flying: Any = self.ring.all_gather(shard[None])
         else:
