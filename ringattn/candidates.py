@@ -105,7 +105,7 @@ def chosen(problem: kernels.Problem, plan: Plan, backward: bool) -> str:
 
 
 def rate_of(name: str, problem: kernels.Problem, machine: Machine, backward: bool) -> float:
-    """Flops a second: of the description's row for this kernel, else as measured, else of the dtype."""
+    """Flops a second: of the description's row for this kernel, else as measured, else of the kernel's or any dtype."""
     mask = "rectangles" if problem.rectangles else problem.mask
     key = key_of(name, (0, 0), mask, (problem.head_dim, problem.value_dim)).split("/", 1)[1]
     if ITEMS[problem.dtype] == 2:
@@ -113,7 +113,7 @@ def rate_of(name: str, problem: kernels.Problem, machine: Machine, backward: boo
             return machine.rates[key][backward] * 1e12
         if measured := problem.rate(name, backward):
             return measured * 1e12
-    return machine.rate((problem.dtype, "float32"))[backward]
+    return machine.rate((f"{name}/{problem.dtype}", problem.dtype, "float32"))[backward]
 
 
 def routed(plan: Plan, asked: Asked, narrow: bool) -> list[Plan]:

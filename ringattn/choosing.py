@@ -213,7 +213,8 @@ def report_of(best: Plan, options: Sequence[Option], asked: Asked, target: Targe
     if shape is None:
         lines = ["no prediction: give heads=(query, key) and head_dim to compare candidates"]
     else:
-        nbytes = shape.backward_bytes(best.ring, shape.itemsize if best.transport.grads == "input" else 4)
+        own = best.transport.grads == "input" and best.transport.route != "relay"
+        nbytes = shape.backward_bytes(best.ring, shape.itemsize if own else 4)
         lines = table(options, machine, gpus, target.gpus is None) + fits(options, machine)
     chip = target.chip or (chip_here(machine.device) if target.here else None)
     lines += [note + ": the times are not of this one"] if (note := chip and machine.differs(chip)) else []

@@ -53,7 +53,7 @@ class Course(NamedTuple):
     far: np.ndarray  # tokens between hosts
     sender: np.ndarray  # the rank from which a step's first block comes
     passed: np.ndarray  # whether it is passed on from step to step
-    queries: np.ndarray  # from the first query to the last that sees some of the keys
+    queries: np.ndarray  # from the first query to the last that sees some of the keys; for memory, as is the next
     shown: np.ndarray  # tokens of the held block that other ranks read
 
 

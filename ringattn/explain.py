@@ -105,7 +105,9 @@ def number(x: float) -> str:
     """A few figures, in at most six characters."""
     if x < 5e-4:
         return "0"
-    return f"{x:.3g}" if x < 1 else f"{x:.4g}" if x < 1e4 else f"{x:.0f}" if x < 1e6 else f"{x:.1e}"
+    if x < 0.1:
+        return f"{round(x, 4):g}"
+    return f"{x:.3g}" if x < 1 else f"{x:.4g}" if x < 1e4 else f"{x:.0f}" if x < 1e6 else f"{x / 1e6:.4g}M"
 
 
 def fits(options: Sequence[Option], machine: Machine) -> list[str]:
@@ -150,7 +152,8 @@ def route_report(plan: Plan, nbytes: int | None) -> list[str]:
     if plan.strategy == "gather":
         return [f"gather: every rank's keys come at once{over}; in backward their gradients are scattered home"]
     come = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(how.route, "host by host")
-    back = "" if nbytes is None else f"; in backward {nbytes / 1e6:.1f} MB a block, gradients in {how.grads}"
+    dtype = "float32, summed on the way" if how.route == "relay" else how.grads
+    back = "" if nbytes is None else f"; in backward {nbytes / 1e6:.1f} MB a block, gradients in {dtype}"
     return [f"route {how.route}: blocks come {come}{over}{back}"]
 
 

@@ -42,8 +42,8 @@ class Link(Value):
 class Machine(Value):
     """Hosts with equally many GPUs (or TPU slices with their chips), of one kind.
 
-    rates      TFLOP/s forward and backward, by "kernel/mask/width" as in `kernels/rates.py`, or by dtype for kernels
-               without a row
+    rates      TFLOP/s forward and backward, by "kernel/mask/width" as in `kernels/rates.py`, by "kernel/dtype", or by
+               dtype for kernels without a row
     half       queries x heads of a rank with which a kernel reaches half of its rate, forward and backward
     launch     seconds that a step takes beside its work, forward and backward
     start      seconds until a single call computes, forward and backward; calls in a row hide them

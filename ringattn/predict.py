@@ -42,7 +42,8 @@ class Spent(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        return max(0.0, self.seconds - self.work)
+        rest = self.seconds - self.work
+        return rest if rest > 1e-9 * self.seconds else 0.0  # less is rounding
 
 
 class Cost(NamedTuple):
@@ -95,17 +96,15 @@ class Spread(NamedTuple):
 @lru_cache(maxsize=256)
 def shown(
     queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None, every: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, Schedule | None]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, Schedule | None]:
     """The ranks that are computed; [rank, block]: the pairs that each sees, and [first, stop) of the queries that do;
-    the schedule, if the ring is computed. If `every` rank is to be played, all queries count, which saves time.
+    the schedule, if the ring is computed. `every` rank, of however many: to be played, which does not need the queries.
     """
     ring = queries.ring
     some = ring > EXACT and not every
     ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if some else np.arange(ring)
     pairs = seen_pairs(queries, keys, spec, docs, ranks)
-    seeing = np.array([pairs * 0, (pairs > 0) * queries.shard_len])
-    if not every:
-        seeing = queries_seeing(queries, keys, spec, docs, ranks)
+    seeing = None if every else queries_seeing(queries, keys, spec, docs, ranks)
     if ring > EXACT:
         return ranks, pairs, seeing, None
     bands = all_bands(spec, queries.length, keys.length, docs)
@@ -147,11 +146,14 @@ def course(spread: Spread, together: int) -> Course:
         return x if apart else how.reduceat(x, starts, axis=1)
 
     work, inside, across = map(of_steps, cells)
+    timed = ranks, work, inside, across, sender[:, starts], passed[starts]
+    if seeing is None:
+        return Course(*timed, work, work)
     first, stop = of_steps(seeing[0][at, source], np.minimum), of_steps(seeing[1][at, source], np.maximum)
     read = inside + across  # of a large ring: as much as this rank reads
     if schedule is not None and len(ranks) == ring:  # those behind this rank read what it holds
         read = of_steps(tokens[host * size + (place + d) % size, (host - o) % hosts * size + place] * (d > 0))
-    return Course(ranks, work, inside, across, sender[:, starts], passed[starts], np.maximum(stop - first, 0), read)
+    return Course(*timed, np.maximum(stop - first, 0), read)
 
 
 def senders(steps: Course, tokens: np.ndarray, ulysses: int, gpus: int) -> np.ndarray:
@@ -163,7 +165,7 @@ def senders(steps: Course, tokens: np.ndarray, ulysses: int, gpus: int) -> np.nd
     return count[cell]
 
 
-def arrivals(steps: Course, machine: Machine, token_bytes: float, plan: Plan) -> np.ndarray:
+def arrivals(steps: Course, machine: Machine, token_bytes: Any, plan: Plan) -> np.ndarray:
     """[rank, step]: when the keys of a step are there, if a token has so many bytes.
 
     Transfers from owners follow each other on a link, which the GPUs of a host that send may share. A block that is
@@ -190,10 +192,21 @@ def finished(steps: Course, arrival: np.ndarray, work: np.ndarray) -> float:
     return float((arrival + later).max())
 
 
+def across(ring: int, local: int, machine: Machine) -> float:
+    """How many blocks a GPU receives from other hosts to gather all, with `local` of the ring's ranks on each.
+
+    Collectives of NCCL pass blocks on round a ring of all ranks, over the links of all GPUs. Over gloo each rank sends
+    its own to every other one.
+    """
+    if local == ring:
+        return 0.0
+    return float(ring - local) if machine.device == "cpu" else (ring - 1) / local
+
+
 def one_pass(
-    plan: Plan, shape: Shape, steps: Course, machine: Machine, rate: float, flops: float, token_bytes: float, back: bool
+    plan: Plan, shape: Shape, steps: Course, machine: Machine, rate: float, flops: float, token_bytes: Any, back: bool
 ) -> Spent:
-    """`flops` a pair; a token of keys takes `token_bytes` on its way, both ways together."""
+    """`flops` a pair; a token of keys takes `token_bytes`, of each step perhaps its own, both ways together."""
     gpus, ring, ulysses = machine.gpus, plan.ring, plan.ulysses
     sending = min(gpus, ring * ulysses)
     rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
@@ -203,8 +216,7 @@ def one_pass(
     if plan.strategy == "gather" and ring > 1:
         local = max(1, min(gpus // ulysses, ring))
         block = plan.keys.tokens.shard_len * token_bytes
-        across = (ring - 1) / local if local < ring else 0.0  # blocks go round a ring of all ranks, over all links
-        swap_near, swap_far = (ring - 1) * block, across * block
+        swap_near, swap_far = (ring - 1) * block, across(ring, local, machine) * block
         seconds = float(work.sum(1).max())
     else:
         near, far = steps.near * token_bytes, steps.far * token_bytes
@@ -245,6 +257,9 @@ def predict(
     rate = [rates.of(backward, spec, whole.mean() / plan.tokens.shard_len) for backward in (False, True)]
     forward = one_pass(plan, shape, steps, machine, rate[0], shape.flops_a_pair, out, False)
     flops = BACKWARD * shape.flops_a_pair
-    backward = one_pass(plan, shape, back, machine, rate[1], flops, out * (1 + grads), True)
+    both: Any = out * (1 + grads)
+    if plan.strategy == "ring":  # sums of a block that is passed on go with it, in float32
+        both = np.where(back.passed, out * (1 + max(1.0, 4 / shape.itemsize)), both)
+    backward = one_pass(plan, shape, back, machine, rate[1], flops, both, True)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))
     return Cost(forward, backward, peak(plan, shape, back, grads, rates.kernel, rates.narrow), imbalance)

@@ -16,7 +16,7 @@ import numpy as np
 from ringattn.cost import Course, Shape, kv_heads_of_a_rank, replicas
 from ringattn.machine import Link, Machine
 from ringattn.planning import Plan
-from ringattn.predict import BACKWARD, MEASURED, Rates, Spread, course
+from ringattn.predict import BACKWARD, MEASURED, Rates, Spread, across, course
 from ringattn.spec import AttentionSpec, Docs
 
 SLOW = re.compile(r"(rank|host)(\d+):([0-9.]+)")
@@ -116,37 +116,66 @@ class Links:
 
 def ring_pass(
     steps: Course, links: tuple[Links, Links], work: np.ndarray, token_bytes: float, entered: np.ndarray,
-    out: list[list[np.ndarray]], returned: float,
+    out: list[list[np.ndarray]], returned: float, summed: float,
 ) -> np.ndarray:  # fmt: skip
     """When every rank is done with all steps, whose times go to `out`; `work` [rank, step] are seconds.
 
     The keys of a step leave their holder while the step before is computed. `returned` bytes of gradients a token go
-    back after the step.
+    back after the step, to the holder of the keys. The sums of a block that is passed on, `summed` bytes a token, move
+    with it, and home to its owner from the last holder of a token.
     """
     (ring, ulysses), world, last = entered.shape, links[0].world, work.shape[1] - 1
-    lanes = np.arange(ulysses)
-    here = (np.arange(ring)[:, None] * ulysses + lanes).ravel()
+    lanes, tokens = np.arange(ulysses), (steps.near, steps.far)
     begun, done, home = entered.copy(), entered.copy(), entered.copy()
+    owner, sums, coming = np.arange(ring), entered.copy(), entered.copy()
 
-    def moved(s: int, senders: np.ndarray, ready: np.ndarray, nbytes: float) -> np.ndarray:
-        tokens = np.repeat(steps.near[:, s], ulysses), np.repeat(steps.far[:, s], ulysses)
-        came = [kind.send(n, nbytes, senders, ready.ravel()) for kind, n in zip(links, tokens, strict=True)]
+    def moved(sizes: tuple[np.ndarray, ...], senders: np.ndarray, ready: np.ndarray, nbytes: float) -> np.ndarray:
+        numbers = (senders[:, None] * ulysses + lanes).ravel()
+        came = [
+            kind.send(np.repeat(n, ulysses), nbytes, numbers, ready.ravel())
+            for kind, n in zip(links, sizes, strict=True)
+        ]
         return np.maximum(*came).reshape(ring, ulysses)
+
+    def of(s: int) -> tuple[np.ndarray, ...]:
+        return tuple(x[:, s] for x in tokens)
 
     def keys(s: int) -> np.ndarray:
         sender = steps.sender[:, s]
         ready = begun[sender] if steps.passed[s] else entered[sender]
-        return np.maximum(moved(s, (sender[:, None] * ulysses + lanes).ravel(), ready, token_bytes), entered)
+        return np.maximum(moved(of(s), sender, ready, token_bytes), entered)
 
-    arrived = keys(0)
+    def passed_on(s: int, held: np.ndarray) -> np.ndarray:
+        """When the sums of the `held` tokens are at the next holder, after step s; the others go home."""
+        ready, rest, come = np.maximum(np.maximum(sums, coming), done), held.copy(), entered
+        if s < last:
+            sender = steps.sender[:, s + 1]
+            come = moved(of(s + 1), sender, ready[sender], summed)
+            np.subtract.at(rest, sender, np.add(*of(s + 1)))
+        far = (np.arange(ring) * ulysses // world.machine.gpus) != owner * ulysses // world.machine.gpus
+        sizes = np.maximum(rest, 0) * ~far, np.maximum(rest, 0) * far
+        np.maximum.at(home, owner, moved(sizes, np.arange(ring), ready, summed))
+        return come
+
+    arrived, held = keys(0), np.zeros(ring, int)
     for s in range(last + 1):
         begun = np.maximum(done, arrived)
         done = begun + world.varied(work[:, s, None] / world.speed)
         out.append([arrived, begun, done])
         if s < last:
             arrived = keys(s + 1)
-        if returned:
-            np.maximum.at(home, steps.sender[:, s], moved(s, here, done, returned))
+        if not returned:
+            continue
+        if steps.passed[s]:
+            owner, held = owner[steps.sender[:, s]], np.add(*of(s))
+        else:
+            np.maximum.at(sums, steps.sender[:, s], moved(of(s), np.arange(ring), done, returned))
+        if s == last or steps.passed[s + 1]:  # the last step with this block
+            if held.any():
+                coming = passed_on(s, held)
+            else:
+                home = np.maximum(home, sums)
+            sums = entered.copy()
     return np.maximum(done, home)
 
 
@@ -189,7 +218,8 @@ def play(
         if plan.strategy == "gather":
             at = gathered(plan, world, work, token * (1 + grads * back), at, out)
         else:
-            at = ring_pass(steps, links, work, token, at, out, token * grads * back)
+            wide = token * max(1.0, 4 / shape.itemsize)
+            at = ring_pass(steps, links, work, token, at, out, token * grads * back, wide * back)
         at = exchange(world, *swap, at) if ulysses > 1 else at
     arrived, begun, ended = (np.stack([one[i] for one in out]) for i in range(3))
     return Played(arrived, begun, ended, at)
@@ -201,8 +231,8 @@ def gathered(
     """The same for gather: all keys of a ring come at once, when its last rank is there."""
     local = max(1, min(world.machine.gpus // plan.ulysses, plan.ring))
     block = plan.keys.tokens.shard_len * nbytes
-    far = (plan.ring - 1) / local if local < plan.ring else 0.0  # blocks go round a ring of all ranks, over all links
-    come = exchange(world, (plan.ring - 1) * block, far * block, at.T).T
+    far = across(plan.ring, local, world.machine) * block
+    come = exchange(world, (plan.ring - 1) * block, far, at.T).T
     done = come + world.varied(work.sum(1)[:, None] / world.speed)
     out.append([come, come, done])
     return done

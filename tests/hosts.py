@@ -188,7 +188,7 @@ def calibrated(machine: Machine) -> dict[str, Any]:
     """What of the description was measured here."""
     about = {name: getattr(machine, name) for name in ("gpus", "start", "products", "bandwidth")}
     links = {name: vars(getattr(machine, name)) for name in ("inside", "between")}
-    return about | links | {"float32": machine.rates["float32"]}
+    return about | links | {"rates": {name: machine.rates[name] for name in ("float32", "tiled/float32")}}
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ from ringattn.launch.processes import run
 
 def test_a_calibrated_file_describes_this_machine_and_plans_take_it(tmp_path, capsys, monkeypatch):
     path = tmp_path / "here" / "mine.toml"
-    monkeypatch.setattr(calibrate, "SIZES", {"cpu": (64, 128, 64), "cuda": (512, 1024, 512)})
+    monkeypatch.setattr(calibrate, "SIZES", {"cpu": (128, 32, 64), "cuda": (1024, 256, 512)})
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert words.main(["calibrate", f"out={path}", "repeats=1"]) == 0
     assert "measured by ringattn calibrate" in capsys.readouterr().out
     result = machine.load(path)
     assert result.memory > 2**28 and result.products > 0 and "measured" in result.source
+    assert result.device != "cpu" or "tiled/float32" in result.rates
     plan = ra.plan(elsewhere(result.device, [(4, 1)]), seq_len=4096, heads=4, head_dim=64, machine=path)
     assert result.name in plan.explain()
     monkeypatch.setattr(machine, "OWN", path)

@@ -14,6 +14,7 @@ from ringattn import machine as machines
 from ringattn.candidates import hosts_of_ring
 from ringattn.choosing import elsewhere, factored
 from ringattn.cost import Shape
+from ringattn.explain import number
 from ringattn.kernels.rates import RATES
 from ringattn.launch.bench.masks import MIXES, mixed
 from ringattn.launch.bench.plans import setting_of
@@ -130,6 +131,10 @@ def test_float32_and_another_machines_kernel_are_predicted_as_such():
     half, single = (planned(8, 2**17, machine="h100", dtype=d) for d in ("bfloat16", "float32"))
     assert first(single)["seconds"] > 5 * first(half)["seconds"]
     assert first(half)["kernel"] == "cudnn" and first(planned(8, 2**17, machine="a100"))["kernel"] != "fa4"
+
+
+def test_numbers_of_the_table_fit_their_columns():
+    assert all(len(number(float(x))) <= 6 for x in np.geomspace(1e-6, 9e9, 4000))
 
 
 def test_all_ranks_of_a_large_mesh_get_the_same_plan_from_a_cache():

@@ -1,16 +1,24 @@
 """A plan played event by event: what it is without trouble, and what trouble does to it."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from ringattn.candidates import Asked, compared, rates_of
+import ringattn as ra
+from ringattn.candidates import Asked, compared, problem_of, rates_of
 from ringattn.choosing import elsewhere, factored
 from ringattn.launch import words
-from ringattn.machine import load
+from ringattn.launch.bench.plans import setting_of
+from ringattn.launch.rows import read
+from ringattn.machine import Link, load
 from ringattn.planning import Plan
 from ringattn.simulation import on_links, play
 from ringattn.spec import AttentionSpec
 from ringattn.transport import Transport
+
+ROWS = Path(__file__).parent.parent / "benchmarks" / "hosts-cpu.jsonl"
 
 
 def given(machine, ranks, tokens, strategy="auto", route="auto", layout="zigzag", sizes=None):
@@ -68,11 +76,54 @@ def test_gradients_return_by_the_link_of_the_rank_that_computed_them():
     assert both.seconds - forward.seconds > 1.8 * sent  # keys again, then gradients
 
 
+def test_sums_of_a_block_that_is_passed_on_go_with_it_and_home_from_its_last_holder():
+    """The link to the last rank carries keys of three blocks and, in float32, sums of two; then the last goes home."""
+    far = load("internet").replace(between=Link(1e8, 0.0))
+    asked = given(far, 4, 2**14, "ring", "relay", layout="contiguous", sizes=[(4, 1)])
+    option = compared(asked)[0]
+    forward, both = (played(asked, option, backward=back) for back in (False, True))
+    block = forward.arrived.max() / 3
+    assert (both.seconds - forward.seconds) / block == pytest.approx(3 + 2 * 2 + 2, rel=0.05)
+
+
 def test_no_step_begins_before_its_keys_or_before_the_step_before_it():
     asked = given("internet", 8, 2**16, "ring", "relay")
     run = played(asked, compared(asked)[0], jitter=0.3, slow="rank3:0.3")
     assert (run.begun >= run.arrived).all() and (run.ended >= run.begun).all()
     assert (run.begun[1:] >= run.ended[:-1] - 1e-12).all()
+
+
+def simulated(row):
+    """Milliseconds of a candidate on emulated hosts, simulated with what was calibrated there."""
+    measured, (strategy, *sizes) = row["calibrated"], row["plan"].replace(" x ", " ").split()
+    inside, between = (Link(**measured[name]) for name in ("inside", "between"))
+    cpu = load("cpu")
+    machine = cpu.replace(
+        gpus=measured["gpus"], start=tuple(measured["start"]), inside=inside, between=between,
+        rates={**cpu.rates, **{name: tuple(rate) for name, rate in measured["rates"].items()}},
+    )  # fmt: skip
+    setting = setting_of(row["setting"], SimpleNamespace(head_dim=32, device="cpu"))
+    asked, sizes = setting.case.asked, [int(x) for x in sizes]
+    ring, ulysses = (1, *sizes) if strategy == "ulysses" else (*sizes, 1)[:2]
+    plan = ra.plan(
+        elsewhere("cpu", [(ring, ulysses)], gpus=machine.gpus), seq_len=setting.case.tokens, head_dim=32,
+        heads=(setting.heads, setting.kv_heads), strategy=strategy, layout=row["layout"], machine=machine,
+        transport=Transport(row["route"]), kernel=row["kernel"], **asked,
+    )  # fmt: skip
+    shape, seconds, before = plan.shape(4), 0.0, 0.0
+    rates = rates_of(problem_of(plan, shape, asked["spec"], "float32", None, ()), plan, machine)[1]
+    for back in (False, True)[: 1 + (row["mode"] != "forward")]:
+        both = play(plan, shape, asked["spec"], None, machine, rates, backward=back).seconds
+        seconds, before = seconds + machine.single(both - before, back), both
+    return seconds * 1e3
+
+
+def test_calls_between_emulated_hosts_take_what_is_simulated():
+    """Rows of `make test-hosts` have what was calibrated there. The worst are short calls while the cores were busy."""
+    rows = [row for row in read(ROWS) if "calibrated" in row]
+    off = [simulated(row) / row["ms"] - 1 for row in rows]
+    within = [np.mean(np.abs(off) < most) for most in (0.2, 0.3)]
+    assert len(off) > 50 and within[0] > 0.85 and within[1] > 0.95, sorted(off)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Measure this machine in under a minute and write its description, which plans then find: `ringattn calibrate`.
 
-Measured are attention forward and backward at two lengths, a matrix product, a copy in memory and, under torchrun, the
-links: within a host between neighbours, between hosts between ranks of the same place. Without torchrun the links are
-those of the shipped description of the device. out=FILE writes elsewhere; give that file as machine=FILE.
+Measured are attention forward and backward (on CPUs also by the kernel of windows), a matrix product, a copy in memory
+and, under torchrun, the links: within a host between neighbours, between hosts between ranks of the same place. Without
+torchrun the links are those of the shipped description of the device. out=FILE writes elsewhere; give that file as
+machine=FILE.
 """
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ from typing import Any
 
 from ringattn.launch.words import option, writable
 from ringattn.machine import OWN, Link, Machine, chip_here, of_device, write
+from ringattn.predict import BACKWARD
 
-SIZES = {"cpu": (512, 1024, 512), "cuda": (4096, 16384, 8192)}  # tokens of two calls, rows of a product
+SIZES = {"cpu": (1024, 256, 512), "cuda": (16384, 4096, 8192)}  # tokens of a call, of a window, rows of a product
 HEADS, DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
 COPIED = {"cpu": 2**24, "cuda": 2**28}  # bytes of a copy in memory
 BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a transfer
@@ -61,30 +64,33 @@ def measured(device: str, repeats: int) -> Machine:
     import ringattn as ra
 
     base, dtype = of_device(device), torch.bfloat16 if device == "cuda" else torch.float32
-    short, long, rows = SIZES[device]
-    seconds = {}
-    for tokens in (8, short, long):
+    long, window, rows = SIZES[device]
+
+    def attention(tokens: int, sees: int | None = None) -> tuple[float, float]:
+        """Seconds of a call, forward and backward."""
         q, k, v = (torch.randn(1, tokens, HEADS[device], DIM[device], dtype=dtype, device=device, requires_grad=True)
                    for _ in range(3))  # fmt: skip
-        dout = torch.ones_like(q)
+        dout, spec = torch.ones_like(q), ra.AttentionSpec(window=sees)
 
-        def forward(q: Any = q, k: Any = k, v: Any = v) -> Any:
-            return ra.attention(q, k, v)
+        def both() -> None:
+            torch.autograd.grad(ra.attention(q, k, v, spec=spec), (q, k, v), dout)
 
-        def both(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout) -> None:
-            torch.autograd.grad(ra.attention(q, k, v), (q, k, v), dout)
+        forward = timed(lambda: ra.attention(q, k, v, spec=spec), repeats)
+        return forward, max(1e-9, timed(both, repeats) - forward)
 
-        forward_s = timed(forward, repeats)
-        seconds[tokens] = forward_s, max(1e-9, timed(both, repeats) - forward_s)
-    flops = 4 * HEADS[device] * DIM[device] * long * (long + 1) / 2
-    start = seconds[8]
-    rate = tuple(factor * flops / max(1e-9, seconds[long][i] - start[i]) for i, factor in enumerate((1.0, 2.5)))
+    def rate(seconds: tuple[float, float], pairs: float) -> tuple[float, float]:
+        flops = 4 * HEADS[device] * DIM[device] * pairs / 1e12
+        return flops / max(1e-9, seconds[0] - start[0]), BACKWARD * flops / max(1e-9, seconds[1] - start[1])
+
+    start, longest = attention(8), attention(long)
+    name = "bfloat16" if device == "cuda" else "float32"
+    rates = {**base.rates, name: rate(longest, long * (long + 1) / 2)}
+    if device == "cpu":  # another kernel serves what is no few rectangles; those of GPUs have rates of their own
+        rates[f"tiled/{name}"] = rate(attention(long, window), (long - window / 2) * window)
     x = torch.randn(rows, rows, dtype=dtype, device=device)
     product = 2 * rows**3 / timed(lambda: x @ x, repeats)
     big = torch.empty(COPIED[device], dtype=torch.uint8, device=device)
     copy = 2 * big.numel() / timed(lambda: big.clone(), repeats)
-    own = tuple(r / 1e12 for r in rate)
-    rates = {**base.rates, ("bfloat16" if device == "cuda" else "float32"): (own[0], own[1])}
     chip = chip_here(device) or ""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     arch: tuple[int, ...] = ()
@@ -141,7 +147,7 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             return float(seconds)
 
-        return min(slowest() for _ in range(repeats + 1))  # lost packets make some runs twice as long
+        return statistics.median(slowest() for _ in range(repeats + 1))
 
     latency = moved(64)
     bandwidth = BYTES[device] / max(1e-6, moved(BYTES[device]) - latency)

@@ -72,7 +72,7 @@ HALF = (
     Cuts.alike(64, Cut(32, 32, 4, 1))
     .walks(Cut(128, 32, 8, 1))
     .joins(Cut(32, 16, 8, 1))
-    ._replace(gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
+    ._replace(back=Cut(128, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
     ._replace(strong_gradients=Cut(16, 16, 4, 1))
 )
 SMALL = (
