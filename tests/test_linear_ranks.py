@@ -27,7 +27,7 @@ from ringattn.machine import load
 from ringattn.planning import Plan
 from ringattn.segments import WAYS, choose, order, segments
 from ringattn.torch.linear import call as linear
-from ringattn.torch.linear.states import Path
+from ringattn.torch.linear.states import Passage
 
 T = 61  # a prime: no number of ranks divides it
 LONG = 8 * 2 * 70 - 3  # segments of more than one chunk on eight ranks
@@ -183,7 +183,7 @@ def test_a_scan_over_many_ranks_equals_the_sequential_result(ranks, layout, scan
         mine = ra.plan(mesh, seq_len=2 * ranks, layout=layout)
         r = mine.ring_axis.rank
         way = choose(mine, scan, 16, 3)
-        flying = Path(mine, way, backward).start(Map(decay[r], kv[r]), start, end_everywhere=True)
+        flying = Passage(mine, way, backward).start(Map(decay[r], kv[r]), start, end_everywhere=True)
         return flying.before(), flying.behind
 
     for r, (before, end) in enumerate(run(one_rank, ring=ranks)):
@@ -199,7 +199,7 @@ def test_states_are_on_their_way_before_anybody_waits(scan):
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64, layout="contiguous")
         own = Map(torch.rand(1, 1, 4, 1), torch.randn(1, 1, 4, 3))
-        flying = Path(plan, choose(plan, scan, 16, 3)).start(own, None)
+        flying = Passage(plan, choose(plan, scan, 16, 3)).start(own, None)
         sent = plan.ring_axis.sent
         assert flying.before() is flying.before()  # and waited for once
         return sent

@@ -1,7 +1,7 @@
 """Gated linear attention over ranks. Read function.py first.
 
 function.py   the public function, its forward and its backward pass
-call.py       bound calls: their checks, their kernel, and the path of a state
+call.py       bound calls: their checks, their kernel, and the passage of a state
 states.py     how states travel from rank to rank
 documents.py  one state a document: rows of one document each
 chains.py     how states travel where only some documents go on from rank to rank

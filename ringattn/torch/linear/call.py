@@ -25,7 +25,7 @@ from ringattn.torch.bind import remember
 from ringattn.torch.check import have_tangents, of_dense, of_tangents, of_tensors
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear.documents import Documents
-from ringattn.torch.linear.states import Path
+from ringattn.torch.linear.states import Passage
 from ringattn.torch.sharding import local_positions, real_tokens
 
 SHARE = 0.7  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
@@ -70,11 +70,11 @@ class LinearCall:
         K, size = x.q.shape[3], 8 if x.q.dtype == torch.float64 else 4
         states = self.documents.count if self.documents and self.returned != "rows" else self.batch
         self.state_shape = (states, H, K, V)
-        self.paths: list[Path] = []  # of a state, forward and backward, where it passes all ranks
+        self.passages: list[Passage] = []  # of a state, forward and backward, where it passes all ranks
         if not self.alone and not uneven(plan):
             way = choose(plan, scan, self.batch * H * K * size, V, 1 if x.beta is None else K)
-            self.paths = [Path(plan, way, backward) for backward in (False, True)]
-        self.first = bool(self.paths) and self.paths[0].walk[0][:2] == place  # whether the sequence begins here
+            self.passages = [Passage(plan, way, backward) for backward in (False, True)]
+        self.first = bool(self.passages) and self.passages[0].walk[0][:2] == place  # whether the sequence begins here
         self.kept = None if self.documents or not gradients else kept_states(self.kernel, self.rows_of(x[:5]))
         self.words: agree.Words = {}  # what the ranks compare
         self.compared = agree.watched(plan)  # whether they compare it in every call

@@ -122,7 +122,7 @@ class Documents:
         """Start the transfer of the states before segments, or backward of the gradients behind them."""
         if self.chains:
             return self.chains[backward].start(call.plan, maps)
-        return call.paths[backward].start(maps, None)
+        return call.passages[backward].start(maps, None)
 
     def index(self, x: Ints, dtype: Any = np.int64) -> Tensor:
         return torch.from_numpy(x.astype(dtype)).to(self.device)

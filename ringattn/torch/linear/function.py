@@ -86,7 +86,7 @@ def forward(call: LinearCall, given: Given) -> Outputs:
             return out, end, *(more if call.gradients else (None, None))
         x = call.inputs(given)
         own = call.kernel.scan_states(x, maps=not call.alone)
-        flying = call.paths[0].start(own.map, given.initial_state, bool(call.returned)) if call.paths else None
+        flying = call.passages[0].start(own.map, given.initial_state, bool(call.returned)) if call.passages else None
         kept = None if call.kept is None else given.q.new_empty(call.kept[0], dtype=call.kept[1])
         out, end = call.kernel.read_out(x, own, flying.before if flying else given.initial_state, kept)
         start = None
@@ -111,9 +111,9 @@ def backward(
         x, dout = call.inputs(given), call.of_output(dout)
         back = call.kernel.scan_gradients(x, dout, maps=not call.alone)
         flying = None
-        if call.paths:
-            path = call.paths[1]
-            flying = path.start(back.map, None if dend is None else path.total(dend))
+        if call.passages:
+            passage = call.passages[1]
+            flying = passage.start(back.map, None if dend is None else passage.total(dend))
         own: Any = kept
         if kept is None:  # recompute them while the gradients of the states travel
             own = call.kernel.scan_states(x, maps=False)

@@ -25,7 +25,7 @@ from ringattn.segments import Place, Way, order, passes, segments
 State = Tensor | None  # None is a state of zero, and costs no launches
 
 
-class Path:
+class Passage:
     """The segments in the order in which a state passes them: what a call decides once. Backward, from last to first.
 
     `mine` are this rank's segments, and `legs` those of its ring shard by the passes around the ring, in their order.
@@ -49,7 +49,7 @@ class Path:
         return Flight(self, own, state, end_everywhere)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over all ranks: on the ring rank where the path begins, or on all ranks if the way is gather."""
+        """The sum over all ranks: on the ring rank where the passage begins, or on all ranks if the way is gather."""
         x = gathered(x, self.plan.ulysses_axis).sum(0)
         ring = self.plan.ring_axis
         return gathered(x, ring).sum(0) if self.way.name == "gather" else add_up(ring, x, self.walk[0][0])
@@ -58,28 +58,28 @@ class Path:
 class Flight:
     """A transfer of the state before each of this rank's segments; `before()` waits for it."""
 
-    def __init__(self, path: Path, own: Map, start: State, end_everywhere: bool):
-        self.path, self.own, self.first, self.end_everywhere = path, own, start, end_everywhere
-        self.ring, self.arrived = path.plan.ring_axis, False
+    def __init__(self, passage: Passage, own: Map, start: State, end_everywhere: bool):
+        self.passage, self.own, self.first, self.end_everywhere = passage, own, start, end_everywhere
+        self.ring, self.arrived = passage.plan.ring_axis, False
         self.ahead: Iterable[Tensor] = ()
         self.state: State = None
         self.V = own.kv.shape[-1]
-        shard = gathered(own.packed(), path.plan.ulysses_axis)
-        if path.way.name == "gather":
+        shard = gathered(own.packed(), passage.plan.ulysses_axis)
+        if passage.way.name == "gather":
             self.flying: Any = self.ring.all_gather(shard[None])
         else:
-            maps = self.maps_in(shard[None], [(0, u, p) for _, u, p in path.here])
-            self.maps = dict(zip(path.here, maps, strict=True))
+            maps = self.maps_in(shard[None], [(0, u, p) for _, u, p in passage.here])
+            self.maps = dict(zip(passage.here, maps, strict=True))
             self.flying = self.relay(0, start)
 
     def before(self) -> State:
         """[B * P, H, K, V]; waits once. Then `behind` is the state behind all segments: on the rank that holds the last
-        one of the path, and if `end_everywhere` on all.
+        one of the passage, and if `end_everywhere` on all.
         """
         if not self.arrived:  # no cached_property: in Python 3.11 one would hold a lock that all ranks' threads share
             self.arrived = True
-            mine = self.path.mine
-            states = self.through_all() if self.path.way.name == "gather" else self.around()
+            mine = self.passage.mine
+            states = self.through_all() if self.passage.way.name == "gather" else self.around()
             self.state = states[mine[0]]
             if len(mine) > 1:
                 own = (states[place] for place in mine)
@@ -90,9 +90,9 @@ class Flight:
 
     def through_all(self) -> dict[Place, State]:
         """The states before all segments up to the last one of this rank."""
-        path = self.path
-        self.ahead = along(self.maps_in(self.flying.wait(), path.walk), self.first)
-        return dict(zip(path.walk[: path.last + 1], self.ahead, strict=False))
+        passage = self.passage
+        self.ahead = along(self.maps_in(self.flying.wait(), passage.walk), self.first)
+        return dict(zip(passage.walk[: passage.last + 1], self.ahead, strict=False))
 
     @property
     def behind(self) -> Tensor:
@@ -103,33 +103,33 @@ class Flight:
     def around(self) -> dict[Place, State]:
         """Once or, in zigzag, twice around the ring; the second pass begins at the end of the first."""
         by_place: dict[Place, State] = {}
-        for i, places in enumerate(self.path.legs):
+        for i, places in enumerate(self.passage.legs):
             relay = self.flying if i == 0 else self.relay(i, self.behind)
             pieces = relay.wait()
             state = pieces[0] if pieces[0] is None or len(pieces) == 1 else torch.cat(pieces, 3)
             self.ahead = along([self.maps[place] for place in places], state)
             by_place.update(zip(places, self.ahead, strict=False))
         if self.end_everywhere:
-            self.end, self.ahead = broadcast(self.ring, self.behind, self.path.walk[-1][0]), ()
+            self.end, self.ahead = broadcast(self.ring, self.behind, self.passage.walk[-1][0]), ()
         return by_place
 
     def relay(self, i: int, value: State) -> Relay:
         """The i-th pass of the state around the ring; the first rank begins with `value`."""
-        whole, count = reduce(Map.then, (self.maps[place] for place in self.path.legs[i])), self.path.way.pieces
+        whole, count = reduce(Map.then, (self.maps[place] for place in self.passage.legs[i])), self.passage.way.pieces
         cut = [Map(whole.factor, kv.contiguous()) for kv in whole.kv.chunk(count, 3)]
         pieces = [None] * count if value is None else [x.contiguous() for x in value.chunk(count, 3)]
-        return Relay(self.ring, pieces, [each.after for each in cut], self.path.reversed[i], like=cut[0].kv)
+        return Relay(self.ring, pieces, [each.after for each in cut], self.passage.reversed[i], like=cut[0].kv)
 
     def maps_in(self, every: Tensor, places: Iterable[Place]) -> Iterator[Map]:
         """The maps of these segments, among those of all ring ranks, [R, U, B * P, H, K, factor and kv]."""
-        (R, U, N, *rest), P, sizes = every.shape, self.path.P, (every.shape[-1] - self.V, self.V)
+        (R, U, N, *rest), P, sizes = every.shape, self.passage.P, (every.shape[-1] - self.V, self.V)
         every = every.view(R, U, N // P, P, *rest)
         for r, u, p in places:
             yield Map(*every[r, u].select(1, p).split_with_sizes(sizes, -1))
 
     def zeros(self) -> Tensor:
         N, H, K, _ = self.own.kv.shape
-        return self.own.kv.new_zeros(N // self.path.P, H, K, self.V)
+        return self.own.kv.new_zeros(N // self.passage.P, H, K, self.V)
 
 
 def along(maps: Iterable[Map], state: State) -> Iterator[Any]:
