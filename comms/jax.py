@@ -7,8 +7,9 @@ order with `jax.lax.optimization_barrier`.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import jax
@@ -20,6 +21,22 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ringattn.comms.axis import Done, mesh_sizes, split_sizes
 
 
+class Rotated:
+    """A transfer made of rotations, whose blocks may pass through a barrier; `wait` puts them together.
+
+    It belongs behind the barrier: before it, it would end the rotations there.
+    """
+
+    def __init__(self, blocks: Sequence[Any], finish: Callable[[Sequence[Any]], Any]):
+        self.blocks, self.finish = blocks, finish
+
+    def wait(self) -> Any:
+        return self.finish(self.blocks)
+
+
+jax.tree_util.register_pytree_node(Rotated, lambda x: ((x.blocks,), x.finish), lambda finish, x: Rotated(*x, finish))
+
+
 @dataclass(frozen=True)
 class MeshAxis:
     """`size` devices along the axis `name` of `mesh`; an axis that the mesh lacks has size 1.
@@ -29,6 +46,7 @@ class MeshAxis:
 
     name: str | tuple[str, ...]
     mesh: Mesh | AbstractMesh
+    by_rotations: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,34 +77,52 @@ class MeshAxis:
         places = np.arange(self.size).reshape([axis_size(self.mesh, name) for name in names])
         return names, places.transpose([names.index(name) for name in self.names]).ravel().tolist()
 
-    def all_to_all(self, x: Any, split: int, join: int) -> Done:
+    def all_to_all(self, x: Any, split: int, join: int) -> Done | Rotated:
         """Cut `x` into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""
-        if self.size > 1 and automatic_axes():
-            return Done(joined(self.swapped(pieces(x, self.size, split)), join))
+        if self.rotates:
+            return self.swapped(self.rows(x, split), lambda blocks: joined(self.by_sender(blocks), join))
         return Done(x if self.size == 1 else lax.all_to_all(x, self.name, split, join, tiled=True))
 
-    def all_gather(self, x: Any, dim: int = 0) -> Done:
+    def all_gather(self, x: Any, dim: int = 0) -> Done | Rotated:
         """The `x` of all ranks, joined along `dim` in rank order."""
-        if self.size > 1 and automatic_axes():
-            return Done(joined(self.swapped(jnp.broadcast_to(x, (self.size, *x.shape))), dim))
+        if self.rotates:
+            return self.swapped([x] * self.size, lambda blocks: joined(self.by_sender(blocks), dim))
         return Done(x if self.size == 1 else lax.all_gather(x, self.name, axis=dim, tiled=True))
 
-    def reduce_scatter(self, x: Any, dim: int = 0) -> Done:
+    def reduce_scatter(self, x: Any, dim: int = 0) -> Done | Rotated:
         """The sum of the `x` of all ranks, of which rank i gets piece i along `dim`."""
-        if self.size > 1 and automatic_axes():
-            return Done(self.swapped(pieces(x, self.size, dim)).sum(0))
+        if self.rotates:
+            return self.swapped(self.rows(x, dim), lambda blocks: reduce(add, blocks))
         return Done(x if self.size == 1 else lax.psum_scatter(x, self.name, scatter_dimension=dim, tiled=True))
 
-    def swapped(self, x: Any) -> Any:
-        """An all-to-all of x [size, ...] by rotations: row i goes to rank i, and arrives as the row of its sender.
+    @property
+    def rotates(self) -> bool:
+        """Whether collectives are made of rotations.
 
-        Where the compiler shards other axes of the mesh, XLA gathers whole arrays for its own collectives, but not for
-        rotations.
+        Where the compiler shards other axes of the mesh, it would gather whole arrays for its own collectives.
         """
-        ranks = np.arange(self.size)
-        away = jnp.take(x, (self.rank + ranks) % self.size, axis=0)  # for the rank so many steps ahead
-        blocks = jnp.stack([self.rotate([away[i]], i).wait()[0] if i else away[0] for i in range(self.size)])
-        return jnp.take(blocks, (self.rank - ranks) % self.size, axis=0)
+        return self.size > 1 and (self.by_rotations or bool(automatic_axes()))
+
+    @property
+    def rotating(self) -> "MeshAxis":
+        """The same axis, whose collectives are made of rotations: XLA hides those behind kernels, but not its own."""
+        return replace(self, by_rotations=True)
+
+    def rows(self, x: Any, dim: int) -> list[Any]:
+        """`x` cut along `dim` into a piece for each rank, by how many ranks ahead it is."""
+        cut = pieces(x, self.size, dim)
+        return [lax.dynamic_index_in_dim(cut, (self.rank + i) % self.size, 0, keepdims=False) for i in range(self.size)]
+
+    def swapped(self, rows: Sequence[Any], finish: Callable[[Sequence[Any]], Any]) -> Rotated:
+        """Row i goes to the rank i ahead."""
+        return Rotated([self.rotate([row], i).wait()[0] if i else row for i, row in enumerate(rows)], finish)
+
+    def by_sender(self, blocks: Sequence[Any]) -> Any:
+        """Blocks by how far they came, stacked in the order of the ranks they come from."""
+        stack = jnp.zeros_like(blocks[0], shape=(self.size, *blocks[0].shape))
+        for i, block in enumerate(blocks):
+            stack = lax.dynamic_update_index_in_dim(stack, block, (self.rank - i) % self.size, 0)
+        return stack
 
 
 def automatic_axes(mesh: Mesh | AbstractMesh | None = None) -> dict[str, int]:

@@ -158,8 +158,8 @@ def route_report(plan: Plan, nbytes: int | None) -> list[str]:
 
 
 def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
-    """The number of groups of heads in which Ulysses and gather exchange, if torch exchanges any."""
-    if plan.framework != "torch" or not plan.swaps:
+    """The number of groups of heads in which Ulysses and gather exchange, if it is more than one anywhere."""
+    if not plan.swaps or not plan.hides_groups:
         return []
     if plan.transport.groups is not None:
         groups, why = plan.transport.groups, "as given"

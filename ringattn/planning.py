@@ -260,6 +260,11 @@ class Plan(Value):
         """Whether a call exchanges heads (Ulysses) or gathers keys, so that it can run in groups of heads."""
         return self.ulysses > 1 or (self.strategy == "gather" and self.ring > 1)
 
+    @property
+    def hides_groups(self) -> bool:
+        """Whether the exchange of one group of heads overlaps with another: in JAX only the TPU's compiler does it."""
+        return self.framework == "torch" or self.device == "tpu"
+
     def exchanged(self, shape: Shape) -> int:
         """The bytes a rank sends forward that no step hides."""
         return exchanged(shape, self.ring, self.ulysses, self.strategy, (self.local_len, self.keys.local_len))
@@ -273,8 +278,8 @@ class Plan(Value):
         """The number of groups of heads in which a call's exchanges run."""
         if self.transport.groups is not None:
             return self.transport.groups
-        if self.framework == "jax":
-            return 1  # its compiler waits for an exchange
+        if not self.hides_groups:
+            return 1
         kv_heads = kv_heads_of_a_rank(shape.kv_heads, self.ulysses)
         link = self.link if self.strategy == "gather" else self.machine.inside
         return groups_of(shape, self.exchanged(shape), self.ring * self.ulysses, kv_heads, self.machine, link)

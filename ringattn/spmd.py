@@ -89,11 +89,6 @@ class SharedRecipe(Recipe):
     rectangles: bool = False  # whether the steps of all ranks are a few sets of rectangles
 
     @property
-    def groups(self) -> int:
-        """Heads are exchanged at once: what the compiler does not overlap, groups would not hide."""
-        return 1
-
-    @property
     def rows(self) -> int | None:
         """Unknown: a program may be exported for any batch."""
         return None

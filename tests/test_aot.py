@@ -88,26 +88,32 @@ def test_blocks_are_written_queries_x_keys(capsys):
 
 HOP, HEADS = "collective-permute", "all-to-all"
 SENT = [  # on each generation; of rings see below, too
-    ("v6e:2x4", "gather", {"all-gather", "reduce-scatter"}),
-    ("v6e:2x4", "ulysses", {HEADS}),
-    ("v6e:2x4", "usp", {HOP, HEADS}),
-    ("v4:2x2x2", "usp", {HOP, HEADS}),
-    ("v5e:2x4", "usp", {HOP, HEADS}),
-    ("v5p:2x2x2", "ulysses", {HEADS}),
-    ("tpu7x:2x2x1", "gather", {"all-gather", "reduce-scatter"}),
+    ("v6e:2x4", "ulysses", 1, {HEADS}),
+    ("v6e:2x4", "ulysses", 2, {HOP}),
+    ("v6e:2x4", "usp", 1, {HOP, HEADS}),
+    ("v6e:2x4", "usp", 2, {HOP}),
+    ("v4:2x2x2", "ulysses", 2, {HOP}),
+    ("v5e:2x4", "gather", 2, {HOP}),
+    ("v5p:2x2x2", "gather", 1, {HOP, "all-gather"}),  # gradients are no sum of bfloat16
+    ("tpu7x:2x2x1", "gather", 2, {HOP}),
 ]
 
 
 @needs_compiler
 @pytest.mark.compile
-@pytest.mark.parametrize(("topology", "strategy", "kinds"), SENT)
-def test_every_strategy_sends_something(topology, strategy, kinds):
-    ring, ulysses = {"ulysses": (1, 8), "usp": (4, 2), "gather": (8, 1)}[strategy]
+@pytest.mark.parametrize(("topology", "strategy", "groups", "kinds"), SENT)
+def test_every_strategy_sends_something_and_groups_of_heads_hide_all_but_the_ends(topology, strategy, groups, kinds):
+    ring, ulysses = {"ulysses": (1, 4), "usp": (4, 2), "gather": (8, 1)}[strategy]
     strategy = "ring" if strategy == "usp" else strategy
     plan = ra.Plan(8192, ring, ulysses, strategy, "contiguous", heads=(8, 8), head_dim=128)
+    plan = plan.replace(transport=plan.transport.replace(groups=groups))
     found = ra.aot_report(topology, plan, docs=ra.Docs.from_lengths([5000, 3192]))
     assert found.forward.sent and found.backward.sent > found.forward.sent
     assert {t.kind for t in found.backward.transfers} == kinds, str(found)
+    if groups > 1:
+        for program in (found.forward, found.backward):
+            assert all(t.times == 1 for t in program.exposed), str(program)
+            assert sum(t.times >= groups for t in program.transfers) > len(program.exposed) / 2, str(program)
 
 
 @needs_compiler

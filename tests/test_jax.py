@@ -53,10 +53,11 @@ def poisoned(x, plan):
     return jnp.where(real.reshape(1, -1, *[1] * (x.ndim - 2)), sharded, jnp.nan)
 
 
-def results(case: Case, given, kernel: str = "auto", device: str = "cpu", dtype=jnp.float32):
+def results(case: Case, given, kernel: str = "auto", device: str = "cpu", dtype=jnp.float32, groups: int | None = None):
     """out, lse and every gradient of the whole sequence, in one program."""
     plan = plan_of(case)
-    plan = plan.replace(kernel=kernel, axes=Ranks(*plan.axes, "jax", device))
+    transport = plan.transport.replace(groups=groups)
+    plan = plan.replace(kernel=kernel, axes=Ranks(*plan.axes, "jax", device), transport=transport)
 
     def everything(q, k, v, sinks, dout, dlse):
         def loss(q, k, v, sinks):
@@ -94,6 +95,17 @@ def check(case: Case, found, truth, limit: float = LIMIT) -> None:
 def test_equals_dense_float64(case):
     given = oracle.inputs(case, torch.float32)
     check(case, results(case, given), oracle.dense(case, given))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["all_at_once-ring2x2-zigzag", pytest.param("all_at_once-gather4x1-striped", marks=pytest.mark.slow)],
+)
+def test_heads_in_groups_equal_dense_float64(name):
+    """One group arrives, and the results of another leave, beside a third: the heads must come home in their order."""
+    case = next(c for c in CASES if str(c) == name)
+    given = oracle.inputs(case, torch.float32)
+    check(case, results(case, given, groups=2), oracle.dense(case, given))
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,16 @@ from ringattn.kernels.attention.pallas import splash
 from ringattn.kernels.attention.pallas.blocks import USUAL, VMEM, Blocks
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
+from ringattn.machine import of_device
 from ringattn.planning import Plan
 from ringattn.ranks import Ranks
 from ringattn.spec import AttentionSpec, Docs
 
-# Without this option the compiler does not overlap a loop's hops with its kernels.
-COMPILER_OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_all_experimental_scheduler_features": True}
+# Without these options the compiler does not overlap a loop's hops with its kernels, or only five of them at a time.
+COMPILER_OPTIONS: dict[str, str | bool] = {
+    "xla_tpu_enable_all_experimental_scheduler_features": True,
+    "xla_max_concurrent_async_collective_permutes": "256",
+}
 
 NAME = r"%([\w.-]+) = "
 KINDS = r"(collective-permute|all-gather|all-to-all|reduce-scatter|all-reduce|async)"
@@ -202,7 +206,7 @@ def place(topology: str, plan: Plan) -> Plan:
         )
     grid = np.array(devices).reshape(-1, plan.ring, plan.ulysses)
     mesh = Mesh(grid, ("data", "ring", "ulysses"), axis_types=(AxisType.Auto,) * 3)
-    return plan.replace(axes=Ranks(*axes(mesh), "jax", "tpu"))
+    return plan.replace(axes=Ranks(*axes(mesh), "jax", "tpu"), machine=of_device("tpu", devices[0].device_kind))
 
 
 def topology_devices(topology: str) -> list[Any]:

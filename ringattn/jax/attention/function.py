@@ -19,10 +19,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention import ulysses
 from ringattn.jax.attention.gather import gather_backward, gather_forward
+from ringattn.jax.attention.groups import landed, of_heads, one_ahead
 from ringattn.jax.attention.ring import ring_backward, ring_forward
-from ringattn.jax.attention.steps import cut_of, local_positions, step_of
+from ringattn.jax.attention.steps import Score, Sight, cut_of, local_positions, shape_of, step_of
 from ringattn.jax.check import check
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels.partial import NEVER, add_sinks, empty, sink_gradient
@@ -30,6 +32,7 @@ from ringattn.kernels.varying import axes_of, vary
 from ringattn.mask import Mask, among_all
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs, register_in_jax
+from ringattn.spmd import SharedRecipe
 
 OUT, LSE = "ringattn_out", "ringattn_lse"  # the names of the results for policies of jax.checkpoint
 
@@ -166,12 +169,23 @@ def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]
     real = real_tokens(plan, starts[0], call.docs_padded)
     same_keys = plan.keys is plan and starts[1] is None
     real_keys = real if same_keys else real_tokens(plan.keys, starts[1], call.key_docs_padded)
-    q, k, v = ulysses.enter(q, k, v, axis, real, real_keys)
-    if sinks is not None:
-        mine = sinks.shape[0] // plan.ulysses
-        sinks = lax.dynamic_slice_in_dim(sinks, axis.rank * mine, mine)
-    out, lse = exchange(call, (q, k, v, sinks), starts)
-    return ulysses.leave(out, lse, axis, real)
+    arrays = *ulysses.ready(q, k, v, axis, real, real_keys), sinks
+    groups = plan.groups_for(shape_of(*arrays[:3], plan)) if plan.ulysses > 1 else 1
+    if groups > 1:
+        out, lse = in_groups(call, groups, arrays, starts)
+    else:
+        q, k, v = landed(ulysses.enter(arrays[:3], axis))
+        here = exchange(call, (q, k, v, sinks_of(sinks, axis)), starts)
+        out, lse = landed(ulysses.leave(here, axis))
+    return ulysses.cleared(out, real), ulysses.cleared(lse, real, NEVER)
+
+
+def sinks_of(sinks: Array | None, axis: MeshAxis, group: Any = 0, groups: int = 1) -> Array | None:
+    """Those of this rank's heads, of one group."""
+    if sinks is None:
+        return None
+    size = sinks.shape[0] // (axis.size * groups)
+    return lax.dynamic_slice_in_dim(sinks, (group * axis.size + axis.rank) * size, size)
 
 
 def real_tokens(plan: Plan, starts: Any, docs_padded: bool) -> ulysses.Real:
@@ -185,35 +199,104 @@ def real_tokens(plan: Plan, starts: Any, docs_padded: bool) -> ulysses.Real:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
     """Attention of a ring shard's queries over the keys of the whole ring: (out in q's dtype, lse)."""
+    return attended(call, arrays, starts)
+
+
+def exchange_fwd(call: Call, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    """The residuals, including the lse, are differentiated too in second derivatives."""
+    results = named(call, exchange(replace(call, lse=True), arrays, starts))
+    return results, (arrays, starts, results)
+
+
+def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array]) -> tuple[Arrays, None]:
+    """Gradients in the dtypes of their inputs, accumulated in float32."""
+    (q, k, v, sinks), starts, results = saved
+    step = step_of(q, k, v, call.mask, starts)
+    (ready, *rows), dsinks = rows_of(call, step[1], q, sinks, results, given)
+    return (*gradients(step, (q, k, v), ready, rows), dsinks), None
+
+
+exchange.defvjp(exchange_fwd, exchange_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def in_groups(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
+    """Enter Ulysses, `exchange` and leave, in groups of heads.
+
+    Backward gets the inputs and the results, and exchanges all of them again: kernels hide it.
+    """
+    (*given, sinks), axis = arrays, call.mask.plan.ulysses_axis.rotating
+
+    def bring(group: Any) -> list[Any]:
+        return ulysses.enter(of_heads(given, group, groups), axis)
+
+    def work(group: Any, here: list[Array]) -> tuple[Any, Any]:
+        q, k, v = here
+        return attended(call, (q, k, v, sinks_of(sinks, axis, group, groups)), starts, groups), ()
+
+    (out, lse), _ = one_ahead(bring, work, partial(ulysses.leave, axis=axis), groups)
+    return out, lse
+
+
+def in_groups_fwd(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], Any]:
+    results = named(call, in_groups(replace(call, lse=True), groups, arrays, starts))
+    return results, (arrays, starts, results)
+
+
+def in_groups_bwd(call: Call, groups: int, saved: tuple[Any, ...], given: tuple[Array, Array]) -> tuple[Arrays, None]:
+    (q, k, v, sinks), starts, results = saved
+    axis, mask = call.mask.plan.ulysses_axis.rotating, call.mask
+    whole, dsinks = rows_of(call, step_of(q, k, v, mask, starts, share=1)[1], q, sinks, results, given)
+    sent, form = jax.tree.flatten((q, k, v, whole))
+
+    def bring(group: Any) -> list[Any]:
+        return ulysses.enter(of_heads(sent, group, groups), axis)
+
+    def work(group: Any, here: list[Array]) -> tuple[Any, Any]:
+        q, k, v, (ready, *rows) = jax.tree.unflatten(form, here)
+        step = step_of(q, k, v, mask, starts, share=groups * axis.size)
+        return gradients(step, (q, k, v), ready, rows), ()
+
+    (dq, dk, dv), _ = one_ahead(bring, work, partial(ulysses.leave, axis=axis), groups)
+    return (dq, dk, dv, dsinks), None
+
+
+in_groups.defvjp(in_groups_fwd, in_groups_bwd)
+
+
+def attended(call: Call, arrays: Arrays, starts: Starts, groups: int = 1) -> tuple[Array, Array]:
+    """(out in q's dtype, lse) of the heads that this rank has, or of one group of them."""
     q, k, v, sinks = arrays
-    recipe, score, sight = step_of(q, k, v, call.mask, *starts)
+    recipe, score, sight = step_of(q, k, v, call.mask, starts, share=groups * call.mask.plan.ulysses)
     start = None if sinks is None else add_sinks(empty(q, v.shape[-1]), sinks)
     forward = gather_forward if recipe.gathers else ring_forward
     part = forward(q, k, v, recipe, sight, score, start)
     return part.out.astype(q.dtype), part.lse
 
 
-def exchange_fwd(call: Call, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
-    """The residuals, including the lse, are differentiated too in second derivatives."""
-    out, lse = exchange(replace(call, lse=True), arrays, starts)
+def named(call: Call, results: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The results with their names for policies of jax.checkpoint."""
     name = call.mask.plan.saved_as
-    out, lse = checkpoint_name(out, name or OUT), checkpoint_name(lse, name or LSE)
-    return (out, lse), (arrays, starts, out, lse)
+    return checkpoint_name(results[0], name or OUT), checkpoint_name(results[1], name or LSE)
 
 
-def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array]) -> tuple[Arrays, None]:
-    """Gradients in the dtypes of their inputs, accumulated in float32."""
-    (q, k, v, sinks), starts, out, lse = saved
-    dout, dlse = given
-    recipe, score, sight = step_of(q, k, v, call.mask, *starts)
+def rows_of(
+    call: Call, score: Score, q: Array, sinks: Array | None, results: tuple[Array, Array], given: tuple[Array, Array]
+) -> tuple[tuple[Any, ...], Array | None]:
+    """The queries and the rows that the steps of a backward pass take, and the gradient of the sinks."""
+    (out, lse), (dout, dlse) = results, given
     lse = jnp.where(lse == NEVER, 0, lse)  # of empty rows, so that exp(-inf - lse) has a derivative
     delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
     delta = delta - dlse if call.lse else delta
-    q, *rows = score.prepare(q, dout, lse, delta, out, dlse if call.lse else None)
+    rows = score.prepare(q, dout, lse, delta, out, dlse if call.lse else None)
+    return rows, None if sinks is None else sink_gradient(sinks, lse, delta)
+
+
+def gradients(
+    step: tuple[SharedRecipe, Score, Sight], arrays: tuple[Array, Array, Array], ready: Array, rows: list[Any]
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in the dtypes of q, k and v; `ready` are the queries as the kernel wants them."""
+    (recipe, score, sight), (q, k, v) = step, arrays
     backward = gather_backward if recipe.gathers else ring_backward
-    grads = backward(q, k, v, recipe, sight, score, tuple(rows))
-    dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
-    return (dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)), None
-
-
-exchange.defvjp(exchange_fwd, exchange_bwd)
+    dq, dk, dv = backward(ready, k, v, recipe, sight, score, tuple(rows))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

@@ -197,10 +197,14 @@ def tables_of(mask: Mask) -> list[Table] | None:
 
 
 def step_of(
-    q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: Any, spans: Any
+    q: Array, k: Array, v: Array, mask: Mask, given: tuple[Any, Any, Any], share: int | None = None
 ) -> tuple[SharedRecipe, Score, Sight]:
-    """The recipe, its kernel, and what the queries see."""
-    plan = mask.plan
+    """The recipe, its kernel, and what the queries see.
+
+    `given` are the starts of documents and of the keys' documents, and spans. q, k and v have one in `share` of the
+    heads, by default those that a device has after the exchange.
+    """
+    plan, (starts, key_starts, spans) = mask.plan, given
     known = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)
     seen = global_bounds(mask, shard_positions(plan.tokens, plan.ring_axis.rank), starts, key_starts, spans)
     tables = tables_of(mask) if known else None
@@ -208,20 +212,27 @@ def step_of(
         Sight(*sides, plan.keys.tokens, plan.ring_axis.rank, tables[i] if tables else None)
         for i, sides in enumerate(seen)
     )
-    recipe = recipe_of(q, k, v, mask, rectangles=tables is not None, known=known)
+    recipe = recipe_of(q, k, v, mask, rectangles=tables is not None, known=known, share=share)
     return recipe, score_of(recipe), one._replace(also=tuple(others))
 
 
-def recipe_of(q: Array, k: Array, v: Array, mask: Mask, rectangles: bool = False, known: bool = True) -> SharedRecipe:
-    """The recipe of a call, from the queries and keys that a device has after the exchange of heads."""
-    (B, _, H, D), plan = q.shape, mask.plan
-    heads = H * plan.ulysses, k.shape[2] * plan.ulysses
-    shape = Shape(plan.seq_len, plan.keys.seq_len, *heads, D, v.shape[3], q.dtype.itemsize, B)
+def recipe_of(
+    q: Array, k: Array, v: Array, mask: Mask, rectangles: bool = False, known: bool = True, share: int | None = None
+) -> SharedRecipe:
+    """The recipe of a call, from queries and keys with one in `share` of its heads, by default a device's."""
+    plan = mask.plan
     arch = generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None
     return SharedRecipe(
-        mask, shape, plan.device, q.dtype.name, arch, deterministic=plan.deterministic, known=known,
-        rectangles=rectangles,
+        mask, shape_of(q, k, v, plan, share or plan.ulysses), plan.device, q.dtype.name, arch,
+        deterministic=plan.deterministic, known=known, rectangles=rectangles,
     )  # fmt: skip
+
+
+def shape_of(q: Array, k: Array, v: Array, plan: Plan, share: int = 1) -> Shape:
+    """The shape of a call, of whose heads these arrays have one in so many."""
+    batch = q.shape[0] if isinstance(q.shape[0], int) else 1  # a program may be exported for any batch
+    heads = q.shape[2] * share, k.shape[2] * share
+    return Shape(plan.seq_len, plan.keys.seq_len, *heads, q.shape[3], v.shape[3], q.dtype.itemsize, batch)
 
 
 def score_of(recipe: SharedRecipe) -> Score:
