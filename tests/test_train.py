@@ -375,7 +375,7 @@ def test_jax_processes_that_do_not_start_are_reported_with_their_settings(monkey
     def late(*args, **more):
         raise Late
 
-    process = SimpleNamespace(place=SimpleNamespace(remote=lambda: None))
+    process = SimpleNamespace(address=SimpleNamespace(remote=lambda: None))
     ray = SimpleNamespace(
         remote=lambda **options: lambda kind: SimpleNamespace(remote=lambda: process),
         exceptions=SimpleNamespace(GetTimeoutError=Late), get=late, kill=lambda process: None, shutdown=lambda: None,
