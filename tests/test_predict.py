@@ -33,11 +33,10 @@ def measured():
     """The rows of rings that were run as they are now: on as many GPUs as ranks, by our own transports."""
     for name in ("h200", "h100"):
         for row in map(json.loads, (ROWS / f"ring-{name}.jsonl").read_text().splitlines()):
-            ours = row.get("who") in (None, "symmetric memory", "nccl") and row.get("probe", "ring") == "ring"
-            alone = row.get("processes") in (None, 0, row.get("ranks")) and row.get("calls", 1) == 1
-            if not (ours and alone) or row["ms"] is None:
+            ours = row.get("who") in (None, "symmetric memory", "nccl") if name == "h200" else row["probe"] == "ring"
+            if not ours or row["ms"] is None or row.get("processes") not in (None, 0, row.get("ranks")):
                 continue
-            kernel = row.get("variant", row.get("kernel"))
+            kernel = row["kernel"] if name == "h200" else row["variant"]
             kernel = {"auto": "triton" if name == "h200" else "fa4", "now": "fa4"}.get(kernel, kernel)
             if kernel not in ("triton", "cudnn", "fa4"):
                 continue
