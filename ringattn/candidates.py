@@ -73,7 +73,7 @@ def compared(asked: Asked) -> tuple[Option, ...]:
         cost, both = one.cost, (one.cost.forward, one.cost.backward)
         alike = asked.docs is not None and cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
         received = tuple(sum(getattr(x, name) for x in both) for name in ("between_bytes", "within_bytes"))
-        return cost.memory > machine.memory, *((0, received) if alike else (1, cost.seconds))
+        return not cost.fits(machine.memory), *((0, received) if alike else (1, cost.seconds))
 
     return tuple(sorted(found, key=order))
 

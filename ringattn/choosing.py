@@ -117,7 +117,7 @@ def picked(asked: Asked, target: "Target") -> Plan:
         transport = transport.replace(route=best.transport.route)
     hosts = (getattr(best.axes.ring, "hosts", 0) or None) if target.here else hosts_of_ring(best, asked.gpus)
     best = best.replace(transport=settled(transport, best, hosts))
-    return best.replace(report=report_of(best, options, asked, target))
+    return best.replace(report=Report(partial(report_of, best, options, asked, target)))
 
 
 class Target(NamedTuple):
@@ -206,8 +206,10 @@ def torch_on_gpu() -> Any:
     return torch if torch is not None and torch.cuda.is_available() else None
 
 
-def report_of(best: Plan, options: Sequence[Option], asked: Asked, target: Target) -> Report:
-    """What `explain` shows of this choice."""
+def report_of(
+    best: Plan, options: Sequence[Option], asked: Asked, target: Target
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """What `explain` shows of this choice: lines, and plain values."""
     shape, machine, gpus = asked.shape, asked.machine, asked.gpus or asked.machine.gpus
     nbytes = None
     if shape is None:
@@ -220,4 +222,4 @@ def report_of(best: Plan, options: Sequence[Option], asked: Asked, target: Targe
     lines += [note + ": the times are not of this one"] if (note := chip and machine.differs(chip)) else []
     lines += [*route_report(best, nbytes), *groups_report(best, shape), *kernel_report(best, asked.problem(best))]
     head = [sentence(options, machine), str(best)] if options else [str(best)]
-    return Report(tuple(head + lines), data_of(options, machine, gpus) if options else {})
+    return tuple(head + lines), data_of(options, machine, gpus) if options else {}

@@ -91,7 +91,7 @@ def table(options: Sequence[Option], machine: Machine, gpus: int, assumed: bool)
                 f.within_bytes + b.within_bytes)  # fmt: skip
         cells = [f.seconds * 1e3, b.seconds * 1e3, cost.exposed * 1e3, sums[0] * 1e3, sums[1] / 1e6,
                  sums[2] * 1e3, sums[3] / 1e6]  # fmt: skip
-        full = "!" if cost.memory > machine.memory else ""
+        full = "" if cost.fits(machine.memory) else "!"
         lines.append(
             f"  {way_of(plan):<14} {plan.layout:<10} {route:<6}{''.join(f'{number(x):>7}' for x in cells)}"
             f"{number(cost.memory / 1e9) + full:>7}{cost.imbalance:>5.2f}"
@@ -112,9 +112,9 @@ def number(x: float) -> str:
 
 def fits(options: Sequence[Option], machine: Machine) -> list[str]:
     """What is missing if no candidate fits in memory."""
-    least = min(option.cost.memory for option in options)
-    if least <= machine.memory:
+    if any(option.cost.fits(machine.memory) for option in options):
         return []
+    least = min(option.cost.memory for option in options)
     factor = least / machine.memory
     plan = options[0].plan
     ranks = plan.ring * plan.ulysses
@@ -136,7 +136,7 @@ def data_of(options: Sequence[Option], machine: Machine, gpus: int) -> dict[str,
                 "route": plan.transport.route, "kernel": kernel,
                 "forward": cost.forward._asdict(), "backward": cost.backward._asdict(),
                 "seconds": cost.seconds, "exposed": cost.exposed, "memory": cost.memory,
-                "fits": cost.memory <= machine.memory, "imbalance": cost.imbalance,
+                "fits": cost.fits(machine.memory), "imbalance": cost.imbalance,
             }
             for plan, kernel, cost in options
         ],

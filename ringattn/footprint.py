@@ -112,6 +112,12 @@ def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, nar
     return float(live.most.max())
 
 
+def bound(plan: Plan, shape: Shape) -> float:
+    """More than `peak` for any kernel: no tensor is held as often as that, and no rank holds more than all keys."""
+    keys, kv_heads = plan.keys.tokens.shard_len * plan.ring, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
+    return 12.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads))
+
+
 def prepared(each: Sizes, n: int) -> float:
     """What our kernel makes of the rows; of those with a float64 lse also another gradient of out."""
     return n * each.own * (2 * each.rows + (each.out + each.rows) * (each.exact == 1))

@@ -4,12 +4,12 @@ Frozen and hashable. It uses its axes only as objects with a size and a rank. Pl
 groups are; in JAX only over the same devices, since plans are the keys of cached programs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from functools import cached_property, partial
 from itertools import count
 from json import dumps
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -29,11 +29,33 @@ LAID_OUT: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()  # the plans 
 HANDLES = count()
 
 
-class Report(NamedTuple):
-    """What a plan says about its choice, as lines and as plain values."""
+class Report:
+    """What a plan says about its choice, as lines and as plain values.
 
-    lines: tuple[str, ...] = ()
-    data: Mapping[str, Any] = {}
+    Made when it is first read: it counts the memory of every candidate. A copy, in another process too, has been read.
+    """
+
+    def __init__(self, make: Callable[[], tuple[tuple[str, ...], Mapping[str, Any]]]):
+        self.make = make
+
+    @cached_property
+    def made(self) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+        return self.make()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return self.made[0]
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        return self.made[1]
+
+    def __reduce__(self) -> Any:
+        return report_with, self.made
+
+
+def report_with(lines: tuple[str, ...] = (), data: Mapping[str, Any] | None = None) -> Report:
+    return Report(lambda: (lines, data or {}))
 
 
 class Plan(Value):
@@ -57,7 +79,7 @@ class Plan(Value):
     blocks: tuple[int, int] | None = None  # on TPUs: the most queries and keys of a kernel's block
     machine: Machine = field(default=None, repr=False)  # type: ignore[assignment]  # None: the shipped one of the device
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
-    report: Report = field(default=Report(), compare=False, repr=False)
+    report: Report = field(default=report_with(), compare=False, repr=False)
     number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention needs
     text: str = field(init=False, compare=False, repr=False)  # for a compiled graph, which holds no objects
     choices: str = field(init=False, compare=False, repr=False)  # the text of what plans for other documents share

@@ -9,7 +9,9 @@ done. Both kinds of links carry transfers one after the other, at the same time 
 Plain numpy: milliseconds for a thousand ranks, the same on every rank. Of a large ring some ranks are computed.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from math import gcd, log
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from ringattn.bands import all_bands
 from ringattn.cost import Course, Shape, kv_heads_of_a_rank, queries_seeing, replicas, seen_pairs, shards
-from ringattn.footprint import peak
+from ringattn.footprint import bound, peak
 from ringattn.layout import Layout
 from ringattn.machine import Machine
 from ringattn.planning import Plan
@@ -46,13 +48,23 @@ class Spent(NamedTuple):
         return rest if rest > 1e-9 * self.seconds else 0.0  # less is rounding
 
 
-class Cost(NamedTuple):
+@dataclass(frozen=True)
+class Cost:
     """What a plan takes for attention of one layer."""
 
     forward: Spent
     backward: Spent
-    memory: float  # bytes of a rank at the peak of backward
+    count: Callable[[], float]  # of `memory`: of many candidates few are asked for it
+    bound: float  # `memory` is no more
     imbalance: float  # work of the busiest rank over the mean
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes of a rank at the peak of backward."""
+        return self.count()
+
+    def fits(self, nbytes: float) -> bool:
+        return self.bound <= nbytes or self.memory <= nbytes
 
     @property
     def seconds(self) -> float:
@@ -262,4 +274,5 @@ def predict(
         both = np.where(back.passed, out * (1 + max(1.0, 4 / shape.itemsize)), both)
     backward = one_pass(plan, shape, back, machine, rate[1], flops, both, True)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))
-    return Cost(forward, backward, peak(plan, shape, back, grads, rates.kernel, rates.narrow), imbalance)
+    count = partial(peak, plan, shape, back, grads, rates.kernel, rates.narrow)
+    return Cost(forward, backward, count, bound(plan, shape), imbalance)

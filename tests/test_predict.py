@@ -87,6 +87,12 @@ def test_memory_of_rings_of_four_is_counted():
     assert len(off) > 15 and max(map(abs, off)) < 0.02, off
 
 
+def test_no_row_takes_more_memory_than_its_bound():
+    """So candidates that surely fit are not counted while one is chosen."""
+    costs = [cost_of(name, row)[0] for name, row, _ in measured()]
+    assert len(costs) > 250 and all(0 < cost.memory <= cost.bound for cost in costs)
+
+
 def test_the_hosts_of_a_ring():
     """Of 8 GPUs each: None where some would have more of its ranks than others."""
     sizes = [(8, 1), (16, 1), (12, 1), (4, 2), (8, 2), (6, 2), (2, 16)]
