@@ -117,7 +117,8 @@ def picked(asked: Asked, target: "Target") -> Plan:
         transport = transport.replace(route=best.transport.route)
     hosts = (getattr(best.axes.ring, "hosts", 0) or None) if target.here else hosts_of_ring(best, asked.gpus)
     best = best.replace(transport=settled(transport, best, hosts))
-    return best.replace(report=Report(partial(report_of, best, options, asked, target)))
+    reasons = kernel_report(best, asked.problem(best))  # refuses a kernel that there is not
+    return best.replace(report=Report(partial(report_of, best, options, asked, target, reasons)))
 
 
 class Target(NamedTuple):
@@ -207,7 +208,7 @@ def torch_on_gpu() -> Any:
 
 
 def report_of(
-    best: Plan, options: Sequence[Option], asked: Asked, target: Target
+    best: Plan, options: Sequence[Option], asked: Asked, target: Target, reasons: Sequence[str]
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """What `explain` shows of this choice: lines, and plain values."""
     shape, machine, gpus = asked.shape, asked.machine, asked.gpus or asked.machine.gpus
@@ -220,6 +221,6 @@ def report_of(
         lines = table(options, machine, gpus, target.gpus is None) + fits(options, machine)
     chip = target.chip or (chip_here(machine.device) if target.here else None)
     lines += [note + ": the times are not of this one"] if (note := chip and machine.differs(chip)) else []
-    lines += [*route_report(best, nbytes), *groups_report(best, shape), *kernel_report(best, asked.problem(best))]
+    lines += [*route_report(best, nbytes), *groups_report(best, shape), *reasons]
     head = [sentence(options, machine), str(best)] if options else [str(best)]
     return tuple(head + lines), data_of(options, machine, gpus) if options else {}
