@@ -117,8 +117,11 @@ def picked(asked: Asked, target: "Target") -> Plan:
         transport = transport.replace(route=best.transport.route)
     hosts = (getattr(best.axes.ring, "hosts", 0) or None) if target.here else hosts_of_ring(best, asked.gpus)
     best = best.replace(transport=settled(transport, best, hosts))
+    chip = target.chip or (chip_here(best.machine.device) if target.here else None)
+    notes = [note + ": the times are not of this one"] if (note := chip and best.machine.differs(chip)) else []
     reasons = kernel_report(best, asked.problem(best))  # refuses a kernel that there is not
-    return best.replace(report=Report(partial(report_of, best, options, asked, target, reasons)))
+    # without the target, whose mesh has the process groups: a plan may outlive them
+    return best.replace(report=Report(partial(report_of, best, options, asked, target.gpus is None, notes, reasons)))
 
 
 class Target(NamedTuple):
@@ -208,9 +211,9 @@ def torch_on_gpu() -> Any:
 
 
 def report_of(
-    best: Plan, options: Sequence[Option], asked: Asked, target: Target, reasons: Sequence[str]
+    best: Plan, options: Sequence[Option], asked: Asked, assumed: bool, notes: Sequence[str], reasons: Sequence[str]
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """What `explain` shows of this choice: lines, and plain values."""
+    """What `explain` shows of this choice: lines, and plain values. `assumed`: the GPUs a host were not known."""
     shape, machine, gpus = asked.shape, asked.machine, asked.gpus or asked.machine.gpus
     nbytes = None
     if shape is None:
@@ -218,9 +221,7 @@ def report_of(
     else:
         own = best.transport.grads == "input" and best.transport.route != "relay"
         nbytes = shape.backward_bytes(best.ring, shape.itemsize if own else 4)
-        lines = table(options, machine, gpus, target.gpus is None) + fits(options, machine)
-    chip = target.chip or (chip_here(machine.device) if target.here else None)
-    lines += [note + ": the times are not of this one"] if (note := chip and machine.differs(chip)) else []
-    lines += [*route_report(best, nbytes), *groups_report(best, shape), *reasons]
+        lines = table(options, machine, gpus, assumed) + fits(options, machine)
+    lines += [*notes, *route_report(best, nbytes), *groups_report(best, shape), *reasons]
     head = [sentence(options, machine), str(best)] if options else [str(best)]
     return tuple(head + lines), data_of(options, machine, gpus) if options else {}
