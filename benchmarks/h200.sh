@@ -18,8 +18,7 @@ P=${PROCESSES:-0}
 bench() { python3 -m ringattn bench "$1" out="$OUT/$name.jsonl" "${@:2}"; }
 
 # one GPU
-kernels() { bench kernels; }
-auto() { bench auto; } # with FlashAttention-4 installed, and again without it
+kernels() { bench kernels; } # with FlashAttention-4 installed, and again without it
 linear() { # beside flash-linear-attention, if it is installed
     bench linear cases=errors gate_dtype=float32
     bench linear # flash-linear-attention tries its kernels out for a minute or two
