@@ -69,11 +69,11 @@ def seen_pairs(
     table = table_of([every[rank] for rank in ranks.tolist()])
     bands = all_bands(spec, layout.length, key_layout.length, docs)
     at, which, first, last = overlaps(table, bands.start, bands.stop)
-    run, apart, ends = bands.some(at), first - bands.start[at], []
+    run, apart, row = bands.some(at), first - bands.start[at], table.owners[which]
     count = (last - first) // table.steps[0] + 1
-    for start, rise in ((run.begin, run.lean), (run.end, run.rise)):
-        ends.append(keys_below(key_layout, len(ranks), table.owners[which], start + rise * apart, count, rise > 0))
-    return ends[1] - ends[0]
+    ends = np.concatenate([run.end + run.rise * apart, run.begin + run.lean * apart])
+    sign, rise = np.repeat([1, -1], len(row)), np.concatenate([run.rise, run.lean]) > 0
+    return keys_below(key_layout, len(ranks), np.tile(row, 2), ends, np.tile(count, 2), rise, sign)
 
 
 def queries_seeing(
@@ -100,9 +100,9 @@ def queries_seeing(
 
 
 def keys_below(
-    layout: Layout, rows: int, row: np.ndarray, first: np.ndarray, count: np.ndarray, rise: np.ndarray
-) -> np.ndarray:  # fmt: skip
-    """[row, block]: how many keys of a block lie below positions, summed over the positions of a row.
+    layout: Layout, rows: int, row: np.ndarray, first: np.ndarray, count: np.ndarray, rise: np.ndarray, sign: np.ndarray
+) -> np.ndarray:
+    """[row, block]: how many keys of a block lie below positions, summed with their signs over the positions of a row.
 
     Run i, of row[i], has count[i] positions: all are first[i], or they `rise` from it by the step of a shard.
     """
@@ -112,20 +112,20 @@ def keys_below(
     later = count * (count - 1) // 2
     if (step := table.steps[0]) > 1:  # of stripes, a piece is the next token of a shard in each lap of all shards
         whole, piece = np.divmod(first, step)
-        every = np.bincount(row, count * whole + rise * later, rows)[:, None]
-        number, keys, lengths = count, 0 * count, 1
+        every = np.bincount(row, sign * (count * whole + rise * later), rows)[:, None]
+        number, keys, lengths = sign * count, 0 * count, 1
     else:
         at, piece, low, high = overlaps(table, first, first + np.where(rise, count, 1))
-        n, times, row, every = high - low + 1, np.where(rise, 1, count)[at], row[at], 0
+        n, times, row, every = high - low + 1, (sign * np.where(rise, 1, count))[at], row[at], 0
         number, keys = times * n, times * (n * (low - table.starts[piece]) + n * (n - 1) // 2)
         lengths = table.stops - table.starts
-    size = len(table.starts)
-    within, inside = (np.bincount(row * size + piece, x, rows * size).reshape(rows, size) for x in (number, keys))
-    below = lengths * (within.sum(1, keepdims=True) - within.cumsum(1)) + inside  # whole pieces, and parts of one
+    size, ring = len(table.starts), layout.ring
+    within = np.bincount(row * size + piece, number, rows * size).reshape(rows, size)
+    below = lengths * (within.sum(1, keepdims=True) - within.cumsum(1))  # whole pieces
     order = np.argsort(table.owners, kind="stable")
-    return every + np.add.reduceat(
-        below[:, order], np.searchsorted(table.owners[order], np.arange(layout.ring)), axis=1
-    )
+    whole = np.add.reduceat(below.take(order, 1), np.searchsorted(table.owners[order], np.arange(ring)), axis=1)
+    part = np.bincount(row * ring + table.owners[piece], keys, rows * ring).reshape(rows, ring)
+    return every + whole + part
 
 
 @lru_cache(maxsize=64)
