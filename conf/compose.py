@@ -29,7 +29,7 @@ from ringattn.conf.keys import expected, nearest
 from ringattn.conf.schema import Train
 
 NOT_HYDRA = "Hydra's own settings cannot be changed here, for they can run code"
-KNOWN = ("--multirun", "--cfg", "--config-dir", "--help", "--completion")
+KNOWN = ("--multirun", "--cfg", "--config-dir", "--help")
 
 
 class Parser(argparse.ArgumentParser):

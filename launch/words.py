@@ -59,14 +59,8 @@ def command(argv: list[str] | None) -> int:
     if name not in COMMANDS:
         print(f"ringattn: no command {name!r}{nearest(name, COMMANDS)}\n\n{overview()}", file=sys.stderr)
         return 2
-    return answer(name, lambda: call(name, import_module(module_of(name)), words))
-
-
-def module_of(name: str) -> str:
-    """The module of a command, or of a suite of benchmarks, "bench.NAME"."""
-    if name.startswith("bench."):
-        return f"ringattn.launch.{name}"
-    return f"ringattn.launch.{FOLDERS.get(name, f'commands.{name}')}"
+    module = f"ringattn.launch.{FOLDERS.get(name, f'commands.{name}')}"
+    return answer(name, lambda: call(name, import_module(module), words))
 
 
 def call(name: str, module: types.ModuleType, words: list[str]) -> int | None:

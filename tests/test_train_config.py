@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -14,13 +13,11 @@ pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.
 from ringattn import conf
 from ringattn.conf import schema
 from ringattn.conf.schema import Data, Model, Strategy, Train
-from ringattn.launch import bench, complete, words
 from ringattn.launch.train import configured, metrics, report
 from ringattn.launch.train import start as train
 
 ROOT = Path(__file__).parent.parent
 FILES = Data(path=str(ROOT / "conf"))
-RUN = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True, "timeout": 60}
 
 
 def composed(*words: str) -> Train:
@@ -280,36 +277,6 @@ def test_help_names_every_key_and_every_file(capsys):
     text = capsys.readouterr().out
     assert all(f"  {name}=" in text for name, _ in schema.every_key())
     assert "experiment=h200_long" in text
-
-
-@pytest.mark.parametrize(
-    ("line", "completions"),
-    [
-        ("ringattn", [f"{name} " for name in words.COMMANDS]),
-        ("ringattn  tr", ["train "]),
-        ("ringattn train seed=1 strategy.r", ["strategy.ring=", "strategy.recompute="]),
-        ("ringattn train no", []),
-        ("ringattn bench ri", ["ring "]),
-        ("ringattn bench ring ran", ["ranks="]),
-        ("ringattn bench nothing ran", []),
-        ("ringattn plan ring=2 seq", ["seq_len=", "sequence="]),
-        ("ringattn nothing ", []),
-    ],
-)
-def test_the_shell_completes_every_command(line, completions):
-    assert complete.after(line) == completions
-
-
-def test_every_command_has_keys_to_complete():
-    commands = [name for name in words.COMMANDS if name not in ("train", "bench")]
-    assert all(complete.after(f"ringattn {name} ") for name in [*commands, *(f"bench {s}" for s in bench.SUITES)])
-
-
-def test_bash_completes(tmp_path):
-    script = subprocess.run([sys.executable, "-m", "ringattn", "train", "--completion"], **RUN).stdout
-    asked = "COMP_LINE='ringattn plan se'; COMP_POINT=${#COMP_LINE}; _ringattn; echo ${COMPREPLY[@]}"
-    message = subprocess.run(["bash", "-c", f"{script}\n{asked}"], **RUN)
-    assert message.stdout == "seq_len= sequence=\n", message.stderr
 
 
 @pytest.mark.parametrize(("error", "kind"), [("UsageError", ValueError), ("CommError", OSError)])

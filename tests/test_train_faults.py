@@ -111,7 +111,7 @@ if os.environ.get("RANK") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
     words = (*WORDS, f"folder={tmp_path}", "run=run", "save_every=3")
     process = begin(*torchrun(*words, restarts=2))
-    wait_for(lambda: checkpoint.complete(tmp_path / "run" / "checkpoints"), process)  # writing takes a busy machine long
+    wait_for(lambda: checkpoint.complete(tmp_path / "run" / "checkpoints"), process)  # a busy machine writes late
     os.kill(children(process.pid)[1], signal.SIGKILL)
     output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, output

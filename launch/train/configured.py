@@ -1,7 +1,6 @@
 """Run a command whose words make a configuration, such as `ringattn train`, or print one sentence on why not."""
 
 import os
-import shlex
 import signal
 import sys
 import time
@@ -17,7 +16,7 @@ from ringattn.launch.train import torchrun
 USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
 
 Groups choose files of conf/, keys change single values; --cfg job prints the result, --multirun with a=1,2 sweeps,
---config-dir DIR adds your own files; eval "$(ringattn train --completion)" has bash complete them.
+--config-dir DIR adds your own files.
 """
 
 PATIENCE = 20.0  # seconds that a rank waits for rank 0 to report a problem
@@ -31,11 +30,6 @@ def run(words: list[str], task: Callable[[Train, str], int | None]) -> int | Non
     """
     if "-h" in words or "--help" in words:
         print(f"{USAGE}\n{schema.choices(own_files(words))}\n\n{schema.explain()}")
-        return 0
-    if "--completion" in words:
-        from ringattn.launch import complete
-
-        print(complete.SCRIPT.format(python=shlex.quote(sys.executable)))
         return 0
     try:
         from ringattn.conf import compose  # which needs Hydra
