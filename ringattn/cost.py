@@ -1,9 +1,10 @@
 """What a plan computes and moves: pairs, bytes, groups of heads. Plain Python and numpy; predict.py has the times."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,8 @@ class Shape:
         return block + block // self.itemsize * grads
 
 
-class Course(NamedTuple):
+@dataclass(frozen=True)
+class Course:
     """[rank, step] of some ranks of a ring: the pairs of each step, and the tokens of keys that arrive before it."""
 
     ranks: np.ndarray
@@ -53,8 +55,12 @@ class Course(NamedTuple):
     far: np.ndarray  # tokens between hosts
     sender: np.ndarray  # the rank from which a step's first block comes
     passed: np.ndarray  # whether it is passed on from step to step
-    queries: np.ndarray  # from the first query to the last that sees some of the keys; for memory, as is the next
-    shown: np.ndarray  # tokens of the held block that other ranks read
+    count: Callable[[], tuple[np.ndarray, np.ndarray]]  # of `held`, which only memory asks for
+
+    @cached_property
+    def held(self) -> tuple[np.ndarray, np.ndarray]:
+        """Queries from the first to the last that sees some keys, and tokens of the own block that others read."""
+        return self.count()
 
 
 def seen_pairs(
@@ -65,23 +71,21 @@ def seen_pairs(
     Counted by the runs of a rank's queries that are in one band: each side of their intervals is constant, or rises.
     """
     ranks = np.arange(layout.ring) if ranks is None else ranks
-    every = shards(layout)
-    table = table_of([every[rank] for rank in ranks.tolist()])
+    table = ranges(layout).of(ranks)
     bands = all_bands(spec, layout.length, key_layout.length, docs)
     at, which, first, last = overlaps(table, bands.start, bands.stop)
-    run, apart, ends = bands.some(at), first - bands.start[at], []
+    run, apart, row = bands.some(at), first - bands.start[at], table.owners[which]
     count = (last - first) // table.steps[0] + 1
-    for start, rise in ((run.begin, run.lean), (run.end, run.rise)):
-        ends.append(keys_below(key_layout, len(ranks), table.owners[which], start + rise * apart, count, rise > 0))
-    return ends[1] - ends[0]
+    ends = np.concatenate([run.end + run.rise * apart, run.begin + run.lean * apart])
+    sign, rise = np.repeat([1, -1], len(row)), np.concatenate([run.rise, run.lean]) > 0
+    return keys_below(key_layout, len(ranks), np.tile(row, 2), ends, np.tile(count, 2), rise, sign)
 
 
 def queries_seeing(
     layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None, ranks: np.ndarray
 ) -> np.ndarray:  # fmt: skip
     """[first or stop, rank, block]: between which of its queries some of a ranks's see some of a block."""
-    every, length, ring = shards(layout), layout.shard_len, key_layout.ring
-    table, held = table_of([every[rank] for rank in ranks.tolist()]), table_of(shards(key_layout))
+    table, held, length, ring = ranges(layout).of(ranks), ranges(key_layout), layout.shard_len, key_layout.ring
     between = np.array([np.full((len(ranks), ring), length), np.zeros((len(ranks), ring), int)])
     bands = all_bands(spec, layout.length, key_layout.length, docs)
     at, which, first, last = overlaps(table, bands.start, bands.stop)
@@ -100,32 +104,33 @@ def queries_seeing(
 
 
 def keys_below(
-    layout: Layout, rows: int, row: np.ndarray, first: np.ndarray, count: np.ndarray, rise: np.ndarray
-) -> np.ndarray:  # fmt: skip
-    """[row, block]: how many keys of a block lie below positions, summed over the positions of a row.
+    layout: Layout, rows: int, row: np.ndarray, first: np.ndarray, count: np.ndarray, rise: np.ndarray, sign: np.ndarray
+) -> np.ndarray:
+    """[row, block]: how many keys of a block lie below positions, summed with their signs over the positions of a row.
 
     Run i, of row[i], has count[i] positions: all are first[i], or they `rise` from it by the step of a shard.
     """
-    table = pieces(layout)
+    table = ranges(layout)
+    table = table._replace(stops=np.append(table.stops[:-1], table.stops[-1] + 1))  # the position after all keys too
     every: Any
     lengths: Any
     later = count * (count - 1) // 2
     if (step := table.steps[0]) > 1:  # of stripes, a piece is the next token of a shard in each lap of all shards
         whole, piece = np.divmod(first, step)
-        every = np.bincount(row, count * whole + rise * later, rows)[:, None]
-        number, keys, lengths = count, 0 * count, 1
+        every = np.bincount(row, sign * (count * whole + rise * later), rows)[:, None]
+        number, keys, lengths = sign * count, 0 * count, 1
     else:
         at, piece, low, high = overlaps(table, first, first + np.where(rise, count, 1))
-        n, times, row, every = high - low + 1, np.where(rise, 1, count)[at], row[at], 0
+        n, times, row, every = high - low + 1, (sign * np.where(rise, 1, count))[at], row[at], 0
         number, keys = times * n, times * (n * (low - table.starts[piece]) + n * (n - 1) // 2)
         lengths = table.stops - table.starts
-    size = len(table.starts)
-    within, inside = (np.bincount(row * size + piece, x, rows * size).reshape(rows, size) for x in (number, keys))
-    below = lengths * (within.sum(1, keepdims=True) - within.cumsum(1)) + inside  # whole pieces, and parts of one
+    size, ring = len(table.starts), layout.ring
+    within = np.bincount(row * size + piece, number, rows * size).reshape(rows, size)
+    below = lengths * (within.sum(1, keepdims=True) - within.cumsum(1))  # whole pieces
     order = np.argsort(table.owners, kind="stable")
-    return every + np.add.reduceat(
-        below[:, order], np.searchsorted(table.owners[order], np.arange(layout.ring)), axis=1
-    )
+    whole = np.add.reduceat(below.take(order, 1), np.searchsorted(table.owners[order], np.arange(ring)), axis=1)
+    part = np.bincount(row * ring + table.owners[piece], keys, rows * ring).reshape(rows, ring)
+    return every + whole + part
 
 
 @lru_cache(maxsize=64)
@@ -134,11 +139,9 @@ def shards(layout: Layout) -> list[Shard]:
 
 
 @lru_cache(maxsize=64)
-def pieces(layout: Layout) -> Table:
-    """The ranges of all shards; the last one has the position after all keys too."""
-    table = table_of(shards(layout))
-    table.stops[-1] += 1
-    return table
+def ranges(layout: Layout) -> Table:
+    """Those of all shards."""
+    return table_of(shards(layout))
 
 
 def replicas(kv_heads: int, ulysses: int) -> int:

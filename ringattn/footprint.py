@@ -112,9 +112,10 @@ def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, nar
     return float(live.most.max())
 
 
-def bound(plan: Plan, shape: Shape) -> float:
-    """More than `peak` for any kernel: no tensor is held as often as that, and no rank holds more than all keys."""
-    keys, kv_heads = plan.keys.tokens.shard_len * plan.ring, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
+def bound(plan: Plan, shape: Shape, steps: Course) -> float:
+    """More than `peak` for any kernel: no tensor of queries, own keys or the keys of a step is held as often."""
+    keys, kv_heads = plan.keys.tokens.shard_len, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
+    keys = keys * plan.ring if plan.strategy == "gather" else keys + int((steps.near + steps.far).max())
     return 12.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads))
 
 
@@ -186,13 +187,14 @@ def of_round(
         coming = room(following)
         work = (steps.pairs[:, s] > 0) * share
         tokens = work * (held if s == home else brought[:, s])
-        made = computed(live, each, steps, s, work * steps.queries[:, s], tokens, n, dq)
-        travels = (s != home) * (brought[:, s] + steps.shown[:, s] > 0)
+        made = computed(live, each, steps, s, work * steps.held[0][:, s], tokens, n, dq)
+        shown = steps.held[1][:, s]
+        travels = (s != home) * (brought[:, s] + shown > 0)
         if np.any(travels):
             live.free(flying)
             own.add(arriving)
             own.fold()
-            arriving = live.take(steps.shown[:, s] * each.kv * each.travel)
+            arriving = live.take(shown * each.kv * each.travel)
             if each.own and each.exact != each.travel:  # copies in the dtype in which they travel
                 live.take(tokens * each.kv * each.travel)
                 live.free(made)

@@ -29,10 +29,14 @@ Shard = tuple[range, ...]
 FEW = 4  # ranges: of more of them, which do not interleave, the one of a position is looked up
 
 
+def block(piece: tuple[int, int], count: int, i: int) -> range:
+    start, n = piece[0], (piece[1] - piece[0]) // count
+    return range(start + i * n, start + (i + 1) * n)
+
+
 def contiguous(layout: "Layout", ranks: int, rank: int) -> Shard:
     """Block `rank` of each piece."""
-    blocks = [(start, (stop - start) // ranks) for start, stop in layout.pieces]
-    return tuple(range(start + rank * n, start + (rank + 1) * n) for start, n in blocks)
+    return tuple([block(piece, ranks, rank) for piece in layout.pieces])
 
 
 def striped(layout: "Layout", ranks: int, rank: int) -> Shard:
@@ -44,11 +48,7 @@ def zigzag(layout: "Layout", ranks: int, rank: int) -> Shard:
     """Block `rank` of each piece, counted from the front and from the back."""
     if ranks == 1:
         return contiguous(layout, ranks, rank)
-    ranges: list[range] = []
-    for start, stop in layout.pieces:
-        n = (stop - start) // (2 * ranks)
-        ranges += range(start + rank * n, start + (rank + 1) * n), range(stop - (rank + 1) * n, stop - rank * n)
-    return tuple(ranges)
+    return tuple([block(piece, 2 * ranks, i) for piece in layout.pieces for i in (rank, 2 * ranks - 1 - rank)])
 
 
 def balanced(layout: "Layout", ranks: int, rank: int) -> Shard:
@@ -120,7 +120,7 @@ class Layout:
         dealt = deal(starts, self.padded_length, self.ring, work_of(spec, self.length, self.length, self.docs))
         return [tuple(range(a, b) for a, b in ranges) for ranges in dealt]
 
-    @property
+    @cached_property
     def pieces(self) -> list[tuple[int, int]]:
         """What is laid out: the whole sequence, or each document that has tokens, and the padding after them."""
         if self.docs is None or not self.by_document:

@@ -108,27 +108,45 @@ class Spread(NamedTuple):
 @lru_cache(maxsize=256)
 def shown(
     queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None, every: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, Schedule | None]:
-    """The ranks that are computed; [rank, block]: the pairs that each sees, and [first, stop) of the queries that do;
-    the schedule, if the ring is computed. `every` rank, of however many: to be played, which does not need the queries.
-    """
+) -> tuple[np.ndarray, np.ndarray, Schedule | None]:
+    """The ranks that are computed; [rank, block]: the pairs that each sees; the schedule, if the ring is computed."""
     ring = queries.ring
     some = ring > EXACT and not every
     ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if some else np.arange(ring)
     pairs = seen_pairs(queries, keys, spec, docs, ranks)
-    seeing = None if every else queries_seeing(queries, keys, spec, docs, ranks)
     if ring > EXACT:
-        return ranks, pairs, seeing, None
+        return ranks, pairs, None
     bands = all_bands(spec, queries.length, keys.length, docs)
-    return ranks, pairs, seeing, seen(bands, shards(queries), shards(keys), alone=queries.by_document)
+    return ranks, pairs, seen(bands, shards(queries), shards(keys), alone=queries.by_document)
+
+
+class Blocks(NamedTuple):
+    """[rank, block]: what ranks compute and receive, block by block in the order in which they come."""
+
+    ranks: np.ndarray
+    source: np.ndarray  # whose block it is
+    pairs: np.ndarray
+    near: np.ndarray
+    far: np.ndarray
+    sender: np.ndarray
+    passed: np.ndarray
+    shown: np.ndarray | None  # tokens of the held block that a rank's reader reads; None: as many as the rank reads
+    rounds: int  # how often a block is passed on between hosts, and the own one
+    distances: list[int]  # that blocks come from while one is held
+    read: np.ndarray  # [distance, rank], on the rank's own host
+
+
+def behind(x: np.ndarray, distance: np.ndarray, n: int) -> np.ndarray:
+    """(x - distance) % n of numbers below n, which is slower."""
+    at = x - distance
+    return at + n * (at < 0)
 
 
 @lru_cache(maxsize=64)
-def course(spread: Spread, together: int) -> Course:
-    """The steps of the ranks, each with up to so many blocks."""
+def blocks(spread: Spread) -> Blocks:
     ring, ulysses, hosts, gpus = spread.queries.ring, spread.queries.ulysses, spread.hosts, spread.gpus
     size = ring // hosts
-    ranks, pairs, seeing, schedule = shown(spread.queries, spread.keys, spread.spec, spread.docs, spread.every)
+    ranks, pairs, schedule = shown(spread.queries, spread.keys, spread.spec, spread.docs, spread.every)
     if schedule is None:  # blocks travel whole
         length = spread.keys.shard_len
         tokens, onward = np.where(pairs > 0, length, 0), np.broadcast_to(length, (hosts, ring))
@@ -137,35 +155,46 @@ def course(spread: Spread, together: int) -> Course:
     r, at = ranks[:, None], np.arange(len(ranks))[:, None]
     host, place = np.divmod(r, size)
     o, d = (x.ravel() for x in np.mgrid[:hosts, :size])  # distances between hosts, and within one
-    met = (tokens[at, (host - o) % hosts * size + (place - d) % size] > 0).any(0).reshape(hosts, size)
+    met = (tokens[at, behind(host, o, hosts) * size + behind(place, d, size)] > 0).any(0).reshape(hosts, size)
     rounds = [0, *(np.flatnonzero(met[1:].any(1)) + 1).tolist()]
-    read = tokens[at, host * size + (place - np.arange(size)) % size].T  # [distance, rank], on the rank's own host
-    visits = [[0], *growing((np.flatnonzero(met[:, 1:].any(0)) + 1).tolist(), read, spread.keys.shard_len, together)]
-    near = [i for visit in visits for i in visit]
-    first = np.cumsum([0, *map(len, visits[:-1])])
-    starts = (np.arange(len(rounds))[:, None] * len(near) + first).ravel()
-    o, d = np.repeat(rounds, len(near)), np.tile(near, len(rounds))
+    distances = (np.flatnonzero(met[:, 1:].any(0)) + 1).tolist()
+    o, d = np.repeat(rounds, 1 + len(distances)), np.tile([0, *distances], len(rounds))
     passed = (d == 0) & (o > 0)
-    gap = passed * np.repeat(np.diff(rounds, prepend=0), len(near))  # hosts from the holder before
-    source = (host - o) % hosts * size + (place - d) % size
-    sender = np.where(d == 0, (r - gap * size) % ring, host * size + (place - d) % size)
+    gap = passed * np.repeat(np.diff(rounds, prepend=0), 1 + len(distances))  # hosts from the holder before
+    owner, there = behind(host, o, hosts), behind(place, d, size)
+    source = owner * size + there
+    sender = np.where(d == 0, behind(r, gap * size, ring), host * size + there)
     arrive = np.where(passed, onward[o, source], tokens[at, source]) * (sender != r)
-    remote = r * ulysses // gpus != sender * ulysses // gpus
-    cells = (pairs[at, source], arrive * ~remote, arrive * remote)
-    apart = len(starts) == len(o)  # every block is a step of its own
-
-    def of_steps(x: np.ndarray, how: np.ufunc = np.add) -> np.ndarray:
-        return x if apart else how.reduceat(x, starts, axis=1)
-
-    work, inside, across = map(of_steps, cells)
-    timed = ranks, work, inside, across, sender[:, starts], passed[starts]
-    if seeing is None:
-        return Course(*timed, work, work)
-    first, stop = of_steps(seeing[0][at, source], np.minimum), of_steps(seeing[1][at, source], np.maximum)
-    read = inside + across  # of a large ring: as much as this rank reads
+    at_home = np.arange(ring) * ulysses // gpus  # the host of a ring rank
+    remote = at_home[r] != at_home[sender]
+    given = None
     if schedule is not None and len(ranks) == ring:  # those behind this rank read what it holds
-        read = of_steps(tokens[host * size + (place + d) % size, (host - o) % hosts * size + place] * (d > 0))
-    return Course(*timed, np.maximum(stop - first, 0), read)
+        given = tokens[host * size + (place + d) % size, owner * size + place] * (d > 0)
+    read = tokens[at, host * size + behind(place, np.arange(size), size)].T
+    cells = pairs[at, source], arrive * ~remote, arrive * remote
+    return Blocks(ranks, source, *cells, sender, passed, given, len(rounds), distances, read)
+
+
+@lru_cache(maxsize=64)
+def course(spread: Spread, together: int) -> Course:
+    """The steps of the ranks, each with up to so many blocks."""
+    x = blocks(spread)
+    visits = [[0], *growing(x.distances, x.read, spread.keys.shard_len, together)]
+    first = np.cumsum([0, *map(len, visits[:-1])])
+    starts = (np.arange(x.rounds)[:, None] * (1 + len(x.distances)) + first).ravel()
+
+    def of_steps(cells: np.ndarray, how: np.ufunc = np.add) -> np.ndarray:
+        return cells if len(starts) == len(x.passed) else how.reduceat(cells, starts, axis=1)
+
+    near, far = of_steps(x.near), of_steps(x.far)
+
+    def held() -> tuple[np.ndarray, np.ndarray]:
+        seeing = queries_seeing(spread.queries, spread.keys, spread.spec, spread.docs, x.ranks)
+        low, high = (each[np.arange(len(x.ranks))[:, None], x.source] for each in seeing)
+        queries = of_steps(high, np.maximum) - of_steps(low, np.minimum)
+        return np.maximum(queries, 0), near + far if x.shown is None else of_steps(x.shown)
+
+    return Course(x.ranks, of_steps(x.pairs), near, far, x.sender[:, starts], x.passed[starts], held)
 
 
 def senders(steps: Course, tokens: np.ndarray, ulysses: int, gpus: int) -> np.ndarray:
@@ -275,4 +304,4 @@ def predict(
     backward = one_pass(plan, shape, back, machine, rate[1], flops, both, True)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))
     count = partial(peak, plan, shape, back, grads, rates.kernel, rates.narrow)
-    return Cost(forward, backward, count, bound(plan, shape), imbalance)
+    return Cost(forward, backward, count, bound(plan, shape, back), imbalance)

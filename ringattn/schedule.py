@@ -383,15 +383,23 @@ class Table(NamedTuple):
     owners: np.ndarray
     offsets: np.ndarray
 
+    def of(self, owners: np.ndarray) -> "Table":
+        """The ranges of some of the shards, which are numbered anew."""
+        number = np.full(self.owners.max() + 1, -1)
+        number[owners] = np.arange(len(owners))
+        own = number[self.owners]
+        return Table(*(x[own >= 0] for x in (self.starts, self.stops, self.steps, own, self.offsets)))
+
 
 def table_of(shards: Sequence[Shard]) -> Table:
-    rows = []
-    for owner, shard in enumerate(shards):
-        at = 0
-        for r in shard:
-            rows.append((r.start, r.stop, r.step, owner, at))
-            at += len(r)
-    return Table(*np.array(sorted(rows)).T)
+    counts = [*map(len, shards)]
+    bounds = np.array([(r.start, r.stop, r.step) for shard in shards for r in shard])
+    lengths = np.array([len(r) for shard in shards for r in shard])
+    before, first = np.cumsum(lengths) - lengths, np.cumsum(counts) - counts
+    owners = np.repeat(np.arange(len(shards)), counts)
+    table = (*bounds.T, owners, before - before[first[owners]])
+    order = np.lexsort(bounds.T[1::-1])
+    return Table(*(x[order] for x in table))
 
 
 Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [begin, end) that it sees
