@@ -21,7 +21,7 @@ class Placed:
     layout: str = "zigzag"
 
     @property
-    def place(self) -> str:
+    def table_row(self) -> str:
         """The row of a table that it belongs to."""
         return f"{self.ring:>4} {self.ulysses:>7} {self.strategy:<8} {self.layout:<12}"
 

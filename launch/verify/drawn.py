@@ -60,7 +60,7 @@ class Call:
         return "linear" if isinstance(self.case, linear_oracle.Case) else "cache" if self.steps else "attention"
 
     @property
-    def place(self) -> str:
+    def table_row(self) -> str:
         return f"{self.kind:<11}{str(self.dtype).removeprefix('torch.'):<10}"
 
     def __str__(self) -> str:

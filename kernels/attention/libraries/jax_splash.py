@@ -54,7 +54,7 @@ class Fixed:
         return begin, end
 
 
-def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...]:
+def rectangles(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...]:
     """The whole step as one rectangle, with its intervals as the mask; no rectangle if no query sees a key."""
     if (begin >= end).all():
         return ()

@@ -135,12 +135,12 @@ Cut = Callable[[np.ndarray, np.ndarray, int], tuple[Rectangle, ...] | None]
 def cut_of(plan: Plan) -> Cut | None:
     """Known intervals (begin, end, keys) as rectangles for the plan's kernel; None if it takes intervals."""
     if plan.kernel == "stock_splash":
-        return jax_splash.cut
-    return jax_cudnn.cut if plan.device == "cuda" else None
+        return jax_splash.rectangles
+    return jax_cudnn.rectangles if plan.device == "cuda" else None
 
 
 @lru_cache(maxsize=64)
-def table_of(mask: Mask, cut: Cut = jax_cudnn.cut, family: int = 0) -> Table | None:
+def table_of(mask: Mask, cut: Cut = jax_cudnn.rectangles, family: int = 0) -> Table | None:
     """The rectangles of every ring rank: by distance on a ring, among all keys for a gather; None if too many."""
     plan, keys = mask.plan, mask.plan.keys
     held = keys.tokens.padded_length if plan.strategy == "gather" else keys.tokens.shard_len
