@@ -101,8 +101,8 @@ class Step:
     def brought(self) -> dict[int, Places]:
         """By rank: where what this one reads of its block lies among the keys that are here."""
         at: dict[int, Ranges] = dict.fromkeys(self.sources, ())
-        for (_, block), place in zip(self.read, places([positions for positions, _ in self.read]), strict=True):
-            at[block] += (place,)
+        for (_, block), where in zip(self.read, places([positions for positions, _ in self.read]), strict=True):
+            at[block] += (where,)
         by_reader, size = {}, self.neighbours
         for block, readers in zip(self.sources, self.company, strict=False):  # the held block has no company
             by_reader[self.rank // size * size + block % size] = Places(

@@ -32,7 +32,7 @@ def refuses(problem: Problem) -> str | None:
         return f"is a TPU kernel (interpreted on CPUs), and the device is {problem.device}"
     if problem.dtype not in (("bfloat16",) if problem.device == "tpu" else ("bfloat16", "float32")):
         return f"takes bfloat16 (and float32 on CPUs; a TPU would round it), not {problem.dtype}"
-    return None if problem.known else "needs a mask known before the program runs, and these documents are traced"
+    return None if problem.static else "needs a mask known before the program runs, and these documents are traced"
 
 
 def options(problem: Problem) -> dict[str, Any]:
