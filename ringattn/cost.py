@@ -11,7 +11,7 @@ import numpy as np
 from ringattn.bands import all_bands
 from ringattn.layout import Layout, Shard
 from ringattn.machine import Link, Machine
-from ringattn.schedule import Table, overlaps, table_of
+from ringattn.seen import Table, overlaps, table_of
 from ringattn.spec import AttentionSpec, Docs
 
 

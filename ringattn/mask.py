@@ -8,7 +8,8 @@ import numpy as np
 from ringattn.bands import Bands, Families, Runs, all_bands, families
 from ringattn.layout import Shard, count_below, sorted_positions
 from ringattn.planning import Plan
-from ringattn.schedule import Schedule, seen
+from ringattn.schedule import Schedule
+from ringattn.seen import seen
 from ringattn.spec import AttentionSpec, Docs
 
 

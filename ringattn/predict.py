@@ -23,7 +23,8 @@ from ringattn.footprint import bound, peak
 from ringattn.layout import Layout
 from ringattn.machine import Machine
 from ringattn.planning import Plan
-from ringattn.schedule import Schedule, growing, seen
+from ringattn.schedule import Schedule, growing
+from ringattn.seen import seen
 from ringattn.spec import AttentionSpec, Docs
 
 EXACT, SOME = 64, 12  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ringattn.bands import Bands
 from ringattn.layout import Shard, count_below, part_of
 
 Ranges = tuple[range, ...]  # of a block's local indices
@@ -130,9 +129,6 @@ class Round:
     steps: tuple[Step, ...]  # the first one is of the held block, but in backward perhaps the last, or both by halves
     hop: Hop | None  # of what goes on to the next holder, which starts before the steps
     home: Hop | None  # of finished gradients to their owners after the steps; the latter's places are in whole blocks
-
-
-GRAINS = 64  # of a block: ranges that are read begin and end at multiples of a grain, so they are few and round
 
 
 class Parts(NamedTuple):
@@ -372,131 +368,3 @@ def joined(ranges: Sequence[range]) -> Ranges:
     for r in ranges:
         joined.append(range(joined.pop().start, r.stop) if joined and joined[-1].stop == r.start and r.step == 1 else r)
     return tuple(joined)
-
-
-class Table(NamedTuple):
-    """The ranges of all shards in the order of their first tokens, and where each begins in its shard."""
-
-    starts: np.ndarray
-    stops: np.ndarray
-    steps: np.ndarray
-    owners: np.ndarray
-    offsets: np.ndarray
-
-    def of(self, owners: np.ndarray) -> "Table":
-        """The ranges of some of the shards, which are numbered anew."""
-        number = np.full(self.owners.max() + 1, -1)
-        number[owners] = np.arange(len(owners))
-        own = number[self.owners]
-        return Table(*(x[own >= 0] for x in (self.starts, self.stops, self.steps, own, self.offsets)))
-
-
-def table_of(shards: Sequence[Shard]) -> Table:
-    counts = [*map(len, shards)]
-    bounds = np.array([(r.start, r.stop, r.step) for shard in shards for r in shard])
-    lengths = np.array([len(r) for shard in shards for r in shard])
-    before, first = np.cumsum(lengths) - lengths, np.cumsum(counts) - counts
-    owners = np.repeat(np.arange(len(shards)), counts)
-    table = (*bounds.T, owners, before - before[first[owners]])
-    order = np.lexsort(bounds.T[1::-1])
-    return Table(*(x[order] for x in table))
-
-
-Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [begin, end) that it sees
-
-
-def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], by_document: bool = False) -> Schedule:
-    """The schedule in which keys travel to the queries that see them.
-
-    A range of a block that is read may go on from one range of the shard into the next if blocks come `by_document`.
-    """
-    asking, shown = table_of(queries), table_of(keys)
-    length = sum(map(len, keys[0]))
-    if shown.steps[0] > 1:  # stripes: those that are seen at all are seen nearly whole
-        reader, which, *_ = cells(folded(keys_seen(bands, asking), len(keys)), shown)
-        return Schedule(needed(len(keys), reader, shown.owners[which]), length, shards=keys)
-    reader, which, begin, end = cells(union(*keys_seen(bands, asking)), shown)
-    blocks = needed(len(keys), reader, shown.owners[which])
-    shift = (shown.offsets - shown.starts)[which]
-    low = np.zeros_like(which) if by_document else shown.offsets[which]
-    high = length if by_document else low + (shown.stops - shown.starts)[which]
-    cell = reader * len(keys) + shown.owners[which]
-    return Schedule(blocks, length, grained(length, cell, begin + shift, end + shift, low, high), keys)
-
-
-def grained(length: int, cell: np.ndarray, begin: np.ndarray, end: np.ndarray, low: Any, high: Any) -> Parts:
-    """Parts within [low, high), extended to multiples of a grain, and joined where they then touch."""
-    grain = max(1, length // GRAINS)
-    grain -= grain % 128 if grain > 128 else 0
-    order = np.argsort(cell, kind="stable")
-    begin, end = np.maximum(begin // grain * grain, low), np.minimum(-(-end // grain) * grain, high)
-    cell, begin, end, low = (x[order] for x in (cell, begin, end, low))
-    apart = (cell[1:] != cell[:-1]) | (low[1:] != low[:-1]) | (begin[1:] > end[:-1])
-    edges = np.append(np.flatnonzero(np.append(True, apart)[: len(cell)]), len(cell))
-    return Parts(cell[edges[:-1]], begin[edges[:-1]], end[edges[1:] - 1])
-
-
-def needed(ring: int, reader: np.ndarray, block: np.ndarray) -> np.ndarray:
-    blocks = np.zeros((ring, ring), bool)
-    blocks[reader, block] = True
-    return blocks
-
-
-def keys_seen(bands: Bands, queries: Table) -> Seen:
-    """The keys that runs of queries of one rank see together: each band's queries in each range that it overlaps.
-
-    The queries of a stripe are apart, and their intervals need not touch. One query then stands for all: if both sides
-    rise or none does, all of them reach the same stripes; else the one that sees the most keys reaches all of them.
-    """
-    at, which, first, last = overlaps(queries, bands.start, bands.stop)
-    band = bands.some(at)
-    if queries.steps[0] > 1:
-        first = last = np.where(band.rise > band.lean, last, first)
-    return (
-        queries.owners[which],
-        band.begin + band.lean * (first - band.start),
-        band.end + band.rise * (last - band.start),
-    )
-
-
-def overlaps(table: Table, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Each of some intervals in every range that it overlaps: (interval, range, its first token there, its last)."""
-    low, high = np.searchsorted(table.stops, start, "right"), np.searchsorted(table.starts, stop, "left")
-    counts = np.where(start < stop, high - low, 0)
-    at = np.repeat(np.arange(len(start)), counts)
-    which = np.arange(len(at)) - (np.cumsum(counts) - counts - low)[at]
-    step, begun = table.steps[0], table.starts[which]  # all ranges have the same step
-    first, last = np.maximum(start[at], begun), np.minimum(stop[at], table.stops[which]) - 1
-    if step > 1:
-        first += (begun - first) % step
-        last -= (last - begun) % step
-    some = first <= last
-    return at[some], which[some], first[some], last[some]
-
-
-def union(reader: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Seen:
-    """The same tokens in intervals that neither overlap nor touch, sorted by reader."""
-    if not len(reader):
-        return reader, begin, end
-    apart = int(end.max()) + 2
-    begin, end = begin + reader * apart, end + reader * apart
-    order = np.argsort(begin, kind="stable")
-    begin, reach = begin[order], np.maximum.accumulate(end[order])
-    edges = np.append(np.flatnonzero(np.append(True, begin[1:] > reach[:-1])), len(begin))
-    reader = begin[edges[:-1]] // apart
-    return reader, begin[edges[:-1]] - reader * apart, reach[edges[1:] - 1] - reader * apart
-
-
-def folded(intervals: Seen, lap: int) -> Seen:
-    """Of intervals, those in the first lap that meet the same stripes."""
-    reader, begin, end = intervals
-    begin, end = begin % lap, begin % lap + np.minimum(end - begin, lap)
-    over = end > lap
-    both = np.append(reader, reader[over]), np.append(begin, 0 * begin[over]), np.append(end, end[over] - lap)
-    return union(both[0], both[1], np.minimum(both[2], lap))
-
-
-def cells(intervals: Seen, held: Table) -> tuple[np.ndarray, ...]:
-    """(reader, range, begin, end): each interval that is seen in every range that it overlaps."""
-    at, which, first, last = overlaps(held, *intervals[1:])
-    return intervals[0][at], which, first, last + 1

@@ -24,6 +24,7 @@ PLAIN = [
     "balancing",
     "layout",
     "schedule",
+    "seen",
     "cost",
     "comms.axis",
     "ranks",

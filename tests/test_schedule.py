@@ -18,7 +18,8 @@ from ringattn.launch.verify.cases import BALANCED, CASES, FEATURES, FULL, Case
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.machine import load
 from ringattn.mask import Mask, schedule_of
-from ringattn.schedule import GRAINS, Parts, Schedule, growing, seen
+from ringattn.schedule import Parts, Schedule, growing
+from ringattn.seen import GRAINS, seen
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import score_with
 

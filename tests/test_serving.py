@@ -262,7 +262,7 @@ def test_a_wrong_prefill_of_one_rank_is_refused_on_all():
 def test_the_second_layer_finds_everything_made(monkeypatch):
     """What a chunk sees, and where its tokens go, depends on lengths alone: made for one layer, it serves all."""
     made = []
-    monkeypatch.setattr(chunk, "seen", lambda *args, real=chunk.seen: made.append(args) or real(*args))
+    monkeypatch.setattr(chunk, "sides_seen", lambda *args, real=chunk.sides_seen: made.append(args) or real(*args))
 
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=24)

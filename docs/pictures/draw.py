@@ -26,7 +26,7 @@ from ringattn.kernels.linear import chunkwise
 from ringattn.launch.commands.plot import RANKS, STYLE, bars, panels, read, save
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.planning import Plan
-from ringattn.schedule import seen
+from ringattn.seen import seen
 from ringattn.segments import order
 from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn import schedule
 from ringattn.bands import Families, all_bands, bounds_at, families, joined
 from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
 from ringattn.layout import Layout, Shard, sorted_positions
+from ringattn.schedule import Step
+from ringattn.seen import seen
 from ringattn.serving import Stripes
 from ringattn.spec import AttentionSpec, Docs
 
@@ -107,7 +108,7 @@ def ranges_of(
     """Each holder's ranges, of at most `most` keys per rank. `rectangles`: for a kernel that needs them."""
     by_holder = []
     for holder in chunk.holders:
-        every = [seen(chunk, holder, chunk.positions, ranks) for ranks in groups]
+        every = [sides_seen(chunk, holder, chunk.positions, ranks) for ranks in groups]
         here = []
         for *sides, (low, high) in zip(*every, reach(chunk, holder), strict=True):
             slices = slices_of(low, high, most, holder.stripes.block) if low < high else []
@@ -130,7 +131,7 @@ def slices_of(low: int, high: int, most: int | None, block: int) -> list[slice]:
 Sides = tuple[np.ndarray, np.ndarray]
 
 
-def seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, ...]) -> list[Sides]:
+def sides_seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, ...]) -> list[Sides]:
     """Of each family, which of each rank's local indices these queries see: intervals [ranks, batch rows or 1, T]."""
     rows = list(zip(chunk.before, holder.first, holder.last, strict=True))
     intervals = []
@@ -155,7 +156,7 @@ def reach(chunk: Chunk, holder: Holder) -> list[tuple[int, int]]:
     It is the same on all ranks.
     """
     at = np.arange(chunk.tokens) if chunk.parents else np.array([0, chunk.tokens - 1])  # intervals never decrease
-    of_all = seen(chunk, holder, at, tuple(range(holder.stripes.ranks)))
+    of_all = sides_seen(chunk, holder, at, tuple(range(holder.stripes.ranks)))
     return [(int(begin.min()), int(end.max())) for begin, end in of_all]
 
 
@@ -187,10 +188,10 @@ def on_device(host: np.ndarray, device: torch.device, rectangles: bool) -> Inter
 
 
 @lru_cache(maxsize=32)
-def guests_of(blocks: Layout, rank: int, together: int) -> tuple[schedule.Step, ...]:
+def guests_of(blocks: Layout, rank: int, together: int) -> tuple[Step, ...]:
     """The steps at which all ranks' queries come to one rank: first its own, then up to `together` blocks at a time."""
     shards, T = [blocks.shard(r) for r in range(blocks.ring)], blocks.padded_length
-    everyone = schedule.seen(all_bands(AttentionSpec(causal=False), T), shards, shards)
+    everyone = seen(all_bands(AttentionSpec(causal=False), T), shards, shards)
     return everyone.rounds(rank, together=together)[0].steps
 
 
