@@ -18,8 +18,7 @@ P=${PROCESSES:-0}
 bench() { python3 -m ringattn bench "$1" out="$OUT/$name.jsonl" "${@:2}"; }
 
 # one GPU
-kernels() { bench kernels; }
-auto() { bench auto; } # with FlashAttention-4 installed, and again without it
+kernels() { bench kernels; } # with FlashAttention-4 installed, and again without it
 linear() { # beside flash-linear-attention, if it is installed
     bench linear cases=errors gate_dtype=float32
     bench linear # flash-linear-attention tries its kernels out for a minute or two
@@ -44,9 +43,8 @@ prefill() {
 decode() { bench decode ranks=$R transports=auto,group,symmetric; }
 scan() { bench scan ranks=$R processes=$P tokens=8192,131072,262144; }
 jax() { bench jax ranks=$R kernel=cudnn; }
-train() { # 7 blocks a GPU of the 8-billion shape, and their floor
+train() { # 7 blocks a GPU of the 8-billion shape
     python3 -m ringattn train experiment=h200_long model.layers=$((7 * R)) nproc=$R steps=8 picture=false folder="$OUT" run=long
-    bench step run="$OUT/long"
 }
 million() {
     python3 -m ringattn train experiment=million model.layers=$R nproc=$R picture=false folder="$OUT" run=million

@@ -110,8 +110,10 @@ class MeshAxis:
 
     def rows(self, x: Any, dim: int) -> list[Any]:
         """`x` cut along `dim` into a piece for each rank, by how many ranks ahead it is."""
-        cut = pieces(x, self.size, dim)
-        return [lax.dynamic_index_in_dim(cut, (self.rank + i) % self.size, 0, keepdims=False) for i in range(self.size)]
+        blocks = pieces(x, self.size, dim)
+        return [
+            lax.dynamic_index_in_dim(blocks, (self.rank + i) % self.size, 0, keepdims=False) for i in range(self.size)
+        ]
 
     def swapped(self, rows: Sequence[Any], finish: Callable[[Sequence[Any]], Any]) -> Rotated:
         """Row i goes to the rank i ahead."""

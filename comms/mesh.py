@@ -140,11 +140,11 @@ def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
         return mesh.split(name, sizes)
     made, how = SPLIT.setdefault(mesh, {}), (name, *sizes.items())
     if how not in made:
-        made[how] = cut(mesh, name, sizes)
+        made[how] = split_device_mesh(mesh, name, sizes)
     return made[how]
 
 
-def cut(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
+def split_device_mesh(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
     """A new mesh with one axis cut into several; its groups live as long as the process."""
     shape = split_sizes({old: axis_size(mesh, old) for old in axis_names(mesh)}, name, sizes)
     meet("mesh", described(shape, mesh.device_type))

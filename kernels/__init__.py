@@ -25,7 +25,7 @@ class Problem:
     kv_heads: int
     softcap: bool = False
     rectangles: bool = False  # every step is a few full or causal rectangles, known before the program runs
-    known: bool = True  # the intervals are known before the program runs
+    static: bool = True  # the intervals are known before the program runs
     arch: tuple[int, int] | None = None  # a GPU's compute capability, or a TPU's generation
     queries: int | None = None  # queries of a batch row, if known
     deterministic: bool = False  # the bits of all results must be the same in every run

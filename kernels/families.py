@@ -26,21 +26,21 @@ def over_families(kernel: TorchKernel) -> TorchKernel:
 
     def backward(
         tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NONE, *, alone: bool = False, **score: Any,
+        into: tuple[Any, Any, Any] = NONE, *, final: bool = False, **score: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         if not where.also:
-            return kernel.backward(tensors, where, rows, want, into, alone=alone, **score)
+            return kernel.backward(tensors, where, rows, want, into, final=final, **score)
         from ringattn.kernels.total import Total
 
         sums = [Total(x) for x in tensors]
         for family in where.families:
-            places: Any = tuple(total.place if x is None else x for x, total in zip(into, sums, strict=True))
+            places: Any = tuple(total.running if x is None else x for x, total in zip(into, sums, strict=True))
             grads = kernel.backward(tensors, family, rows, want, places, **score)
-            for total, grad, place in zip(sums, grads, places, strict=True):
-                if grad is not place:  # else the kernel added to it
+            for total, grad, target in zip(sums, grads, places, strict=True):
+                if grad is not target:  # else the kernel added to it
                     total.add(grad)
                     total.fold()
-        return tuple(total if total.parts else x for total, x in zip(sums, into, strict=True))  # type: ignore[return-value]
+        return tuple(total if total.terms else x for total, x in zip(sums, into, strict=True))  # type: ignore[return-value]
 
     return replace(kernel, attend=attend, backward=backward)
 

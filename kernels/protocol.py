@@ -39,13 +39,13 @@ class Backward(Protocol):
     """The gradients (dq, dk, dv) of these keys; `rows` are of the kernel's `prepare`.
 
     Gradients that are not in `want` may be left out (None) by a kernel that is `parted`. A gradient is a tensor, or a
-    `Total` whose parts are not added up yet, or the tensor of `into`, if the kernel added to that. With `alone` nothing
+    `Total` whose terms are not added up yet, or the tensor of `into`, if the kernel added to that. With `final` nothing
     will be added to the gradients, so they may be rounded to the dtypes of q, k and v.
     """
 
     def __call__(
         self, tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, alone: bool = False,
+        into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, final: bool = False,
     ) -> tuple[Any, Any, Any]: ...  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def at_once(attend_backward: Callable[..., tuple[Any, Any, Any]]) -> Backward:
 
     def backward(
         tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NONE, *, alone: bool = False, **score: Any,
+        into: tuple[Any, Any, Any] = NONE, *, final: bool = False, **score: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         return attend_backward(*tensors, where, rows.dout, rows.lse, rows.delta, **score)
 

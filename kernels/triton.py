@@ -146,34 +146,34 @@ READY = Kept()  # by kernel, programs, tile sizes, numbers and dtypes
 
 
 def launch(
-    kernel: Any, programs: tuple[int, ...], tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], cut: Any = None,
+    kernel: Any, programs: tuple[int, ...], tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], config: Any = None,
     **sizes: Any,
 ) -> None:  # fmt: skip
-    """kernel[programs](*tensors, *numbers, **sizes) with the warps, stages and registers of `cut`."""
+    """kernel[programs](*tensors, *numbers, **sizes) with the warps, stages and registers of `config`."""
     dtypes = tuple([x.dtype for x in tensors])
-    same = id(kernel), programs, tensors[0].device, cut, numbers, dtypes, *sizes.values()
+    same = id(kernel), programs, tensors[0].device, config, numbers, dtypes, *sizes.values()
     start = READY.get(same)
     if start is None:
-        start = READY.keep(same, ready(kernel, programs, tensors[0].device, dtypes, numbers, cut, **sizes))
+        start = READY.keep(same, ready(kernel, programs, tensors[0].device, dtypes, numbers, config, **sizes))
     start(*tensors)
 
 
 def ready(
     kernel: Any, programs: tuple[int, ...], device: torch.device, dtypes: tuple[torch.dtype, ...],
-    numbers: tuple[Any, ...], cut: Any = None, **sizes: Any,
+    numbers: tuple[Any, ...], config: Any = None, **sizes: Any,
 ) -> Launch:  # fmt: skip
-    """A launch of `kernel` on tensors of these dtypes, with the warps, stages and registers of `cut`."""
+    """A launch of `kernel` on tensors of these dtypes, with the warps, stages and registers of `config`."""
     constants = tuple([sizes[name] for name in kernel.arg_names[len(dtypes) + len(numbers) :]])
     kind = dtypes, kind_of(numbers), constants
-    options = {"descriptors": sizes.get("TMA", False), **options_of(cut)}
+    options = {"descriptors": sizes.get("TMA", False), **options_of(config)}
     x, y, z = (*programs, 1, 1)[:3]
     return Launch(kernel, (x, y, z), device, (*numbers, *constants), kind, **options)
 
 
-def options_of(cut: Any) -> dict[str, int]:
-    if cut is None:
+def options_of(config: Any) -> dict[str, int]:
+    if config is None:
         return {}
-    options, registers = {"num_warps": cut.warps, "num_stages": cut.stages}, getattr(cut, "registers", None)
+    options, registers = {"num_warps": config.warps, "num_stages": config.stages}, getattr(config, "registers", None)
     return {**options, "maxnreg": registers} if registers else options
 
 

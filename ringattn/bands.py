@@ -194,22 +194,22 @@ def bends(
         low, high = np.maximum(low[i], keys - shift[i]), np.minimum(high[i], stops - shift[i])
         cuts.append(low)
 
-    def cut(lefts: list[Row], rights: list[Row], low: Row, high: Row, shift: Any) -> None:
+    def pass_keys(lefts: list[Row], rights: list[Row], low: Row, high: Row, shift: Any) -> None:
         """Where the begin of an interval passes one of the first keys, or its end one of the others."""
         passing = [] if left is None else [keys + min(left, most) - shift for keys in lefts]
         passing += [] if right is None else [keys - min(right, most) - shift for keys in rights]
         cuts.extend(where[(low < where) & (where < high)] for where in passing)
 
-    cut([keys + 1], [keys, stops], low, high, shift[i])
+    pass_keys([keys + 1], [keys, stops], low, high, shift[i])
     if spec.first:
         top = np.minimum(begin + min(spec.first, most), end)
-        cut([top], [top - 1], starts[:-1], starts[1:], shift)
+        pass_keys([top], [top - 1], starts[:-1], starts[1:], shift)
     if marks is not None:
         at, key = marks
-        cut([key, key + 1], [key, key - 1], starts[at], starts[at + 1], shift[at])
+        pass_keys([key, key + 1], [key, key - 1], starts[at], starts[at + 1], shift[at])
     if spans is not None:
         cuts += list(spans.T)
-        cut([spans[:, 0]], [spans[:, 1]], spans[:, 0], spans[:, 1], 0)
+        pass_keys([spans[:, 0]], [spans[:, 1]], spans[:, 0], spans[:, 1], 0)
     return np.unique(np.concatenate(cuts))
 
 

@@ -61,7 +61,7 @@ class Deal:
             self.put(start, start + n, rank)
             start += n
 
-    def cut(self, start: int, stop: int) -> None:
+    def deal_long(self, start: int, stop: int) -> None:
         """A long document: an early and a late block of it for each of a few ranks."""
         n, w = stop - start, self.below(stop) - self.below(start)
         k = min(self.ranks, max(2, ceil(w / self.work / self.share), ceil(n / self.tokens / SHARE)))
@@ -85,14 +85,14 @@ class Deal:
         self.share = max(SHARE, float(self.pairs[long].sum()) / self.work / self.ranks)
         lone = long | (np.arange(len(long)) == len(long) - 1)
         for i in sorted(np.flatnonzero(long).tolist(), key=lambda i: -self.pairs[i]):
-            self.cut(int(self.edges[i]), int(self.edges[i + 1]))
+            self.deal_long(int(self.edges[i]), int(self.edges[i + 1]))
         group = max(1, self.tokens // GROUPS)
         key = self.edges[:-1] // group
         first = np.append(True, (key[1:] != key[:-1]) | lone[1:] | lone[:-1])
         at = np.append(np.flatnonzero(first), len(long)).tolist()
         items = [(int(self.edges[a]), int(self.edges[b])) for a, b in pairwise(at) if not lone[a]]
         weights = [self.below(b) - self.below(a) for a, b in items]
-        spill = [piece for piece in self.late if piece[0] < piece[1]]
+        spill = [tokens for tokens in self.late if tokens[0] < tokens[1]]
         for i in sorted(range(len(items)), key=lambda i: -weights[i]):
             (a, b), w = items[i], weights[i]
             fits = [r for r in range(self.ranks) if self.room[r] >= b - a]
@@ -114,8 +114,8 @@ class Deal:
             if self.load[high] <= GOAL * self.work or not any(self.swap(high, low) for low in order[:PARTNERS]):
                 return
 
-    def density(self, piece: Range) -> float:
-        return (self.below(piece[1]) - self.below(piece[0])) / (piece[1] - piece[0])
+    def density(self, tokens: Range) -> float:
+        return (self.below(tokens[1]) - self.below(tokens[0])) / (tokens[1] - tokens[0])
 
     def received(self, rank: int) -> tuple[dict[int, int], int]:
         """How far into documents that began elsewhere this rank's ranges reach, and how many of those keys it lacks."""
@@ -152,7 +152,7 @@ class Deal:
             (low, take, (take[0] + n, take[1]), (give[1] - n, give[1])),
         ):
             self.held[rank].remove(old)
-            self.held[rank] += [piece for piece in (kept, new) if piece[0] < piece[1]]
+            self.held[rank] += [tokens for tokens in (kept, new) if tokens[0] < tokens[1]]
         moved = self.below(give[1]) - self.below(give[1] - n) - self.below(take[0] + n) + self.below(take[0])
         self.load[high] -= moved
         self.load[low] += moved

@@ -176,18 +176,18 @@ def kernel_report(plan: Plan, problem: Problem | None) -> list[str]:
     """Which kernel will run, and why the others will not; raises for an unknown name."""
     from ringattn.kernels.attention import pallas as for_jax
 
-    known: Any = for_jax if plan.framework == "jax" else kernels
+    kind: Any = for_jax if plan.framework == "jax" else kernels
     device, kernel = plan.device, plan.kernel
     if problem is None:
-        raise_if(of_choice("kernel", kernel, ("auto", *(k.name for k in known.TABLE))))
+        raise_if(of_choice("kernel", kernel, ("auto", *(k.name for k in kind.TABLE))))
         return [f"kernel {kernel}: give heads and head_dim to see which one that is"]
-    chosen = known.select(problem, kernel).name
-    back = chosen if plan.framework == "jax" else known.select(problem, kernel, backward=True).name
+    chosen = kind.select(problem, kernel).name
+    back = chosen if plan.framework == "jax" else kind.select(problem, kernel, backward=True).name
     rates = [problem.rate(name, way) for name, way in ((chosen, False), (back, True))]
     why = f", measured {rates[0]:.0f} and {rates[1]:.0f} TFLOP/s forward and backward" if all(rates) else ""
     names = chosen if chosen == back else f"{chosen}, backward {back}"
     lines = [f"kernel {kernel} -> {names} ({device}, {problem.dtype}, head dim {problem.head_dim}{why})"]
-    for other in known.TABLE:
+    for other in kind.TABLE:
         serves = "would serve, slowly, if named" if device in other.named else "would serve"
         if other.name not in (chosen, back, "decode"):  # which is for few queries: of no interest in a plan
             more = None if plan.framework == "jax" else kernels.gain(other, problem, chosen)

@@ -113,10 +113,14 @@ def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, nar
 
 
 def bound(plan: Plan, shape: Shape, steps: Course) -> float:
-    """More than `peak` for any kernel: no tensor of queries, own keys or the keys of a step is held as often."""
+    """More than `peak` for any kernel: no tensor of queries, own keys or the keys of a step is held as often.
+
+    A library may hold keys, and their gradients, for every query head.
+    """
     keys, kv_heads = plan.keys.tokens.shard_len, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
     keys = keys * plan.ring if plan.strategy == "gather" else keys + int((steps.near + steps.far).max())
-    return 12.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads))
+    repeated = shape.kv_bytes(keys, shape.heads // plan.ulysses)
+    return 8.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads)) + 3.0 * repeated
 
 
 def prepared(each: Sizes, n: int) -> float:

@@ -29,14 +29,14 @@ Shard = tuple[range, ...]
 FEW = 4  # ranges: of more of them, which do not interleave, the one of a position is looked up
 
 
-def block(piece: tuple[int, int], count: int, i: int) -> range:
-    start, n = piece[0], (piece[1] - piece[0]) // count
+def block(whole: tuple[int, int], count: int, i: int) -> range:
+    start, n = whole[0], (whole[1] - whole[0]) // count
     return range(start + i * n, start + (i + 1) * n)
 
 
 def contiguous(layout: "Layout", ranks: int, rank: int) -> Shard:
     """Block `rank` of each piece."""
-    return tuple([block(piece, ranks, rank) for piece in layout.pieces])
+    return tuple([block(whole, ranks, rank) for whole in layout.pieces])
 
 
 def striped(layout: "Layout", ranks: int, rank: int) -> Shard:
@@ -48,7 +48,7 @@ def zigzag(layout: "Layout", ranks: int, rank: int) -> Shard:
     """Block `rank` of each piece, counted from the front and from the back."""
     if ranks == 1:
         return contiguous(layout, ranks, rank)
-    return tuple([block(piece, 2 * ranks, i) for piece in layout.pieces for i in (rank, 2 * ranks - 1 - rank)])
+    return tuple([block(whole, 2 * ranks, i) for whole in layout.pieces for i in (rank, 2 * ranks - 1 - rank)])
 
 
 def balanced(layout: "Layout", ranks: int, rank: int) -> Shard:
@@ -183,7 +183,7 @@ class Layout:
         """Of how many runs of neighbouring tokens, equally long, every rank's tokens consist: 1, 2, or 0 for more."""
         local, ranks = self.shard_len // self.ulysses, [(r, u) for r in range(self.ring) for u in range(self.ulysses)]
         for count in (1, 2):
-            if local % count == 0 and all(neighbours(part) for place in ranks for part in self.parts(*place, count)):
+            if local % count == 0 and all(neighbours(held) for place in ranks for held in self.parts(*place, count)):
                 return count
         return 0
 

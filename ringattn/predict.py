@@ -115,7 +115,7 @@ def shown(
     if ring > EXACT:
         return ranks, pairs, None
     bands = all_bands(spec, queries.length, keys.length, docs)
-    return ranks, pairs, seen(bands, shards(queries), shards(keys), alone=queries.by_document)
+    return ranks, pairs, seen(bands, shards(queries), shards(keys), by_document=queries.by_document)
 
 
 class Blocks(NamedTuple):

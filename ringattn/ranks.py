@@ -30,16 +30,16 @@ class Ranks:
         LIVE[self.number] = self
 
     @cached_property
-    def place(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[Any, ...]:
         """What makes ranks of two plans differ in JAX, where it keys programs: their axes."""
         axes = [tuple(vars(axis).items()) for axis in self] if self.framework == "jax" and self.here else []
         return (self.framework, *([self.device, self.cuts] if axes else []), *axes)
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Ranks) and self.place == other.place
+        return isinstance(other, Ranks) and self.identity == other.identity
 
     def __hash__(self) -> int:
-        return hash(self.place)
+        return hash(self.identity)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.ring, self.ulysses))

@@ -58,7 +58,7 @@ class Pass(NamedTuple):
     kernel: Kernel
 
     @property
-    def alone(self) -> Step | None:
+    def only(self) -> Step | None:
         """The only step, if there is only one and nothing travels."""
         (first, *others), (step, *more) = self.rounds, self.rounds[0].steps
         travels = others or more or first.hop or first.home or step.readers or step.company
@@ -230,7 +230,7 @@ class Recipe:
         if self.gradients:
             passes.append(("backward", self.backward, f"the same, and their gradients in {grads}"))
         for name, pass_, what in passes:
-            travels = f"; {what}" * (pass_.alone is None or self.gathers)
+            travels = f"; {what}" * (pass_.only is None or self.gathers)
             yield f"{name}: kernel {pass_.kernel.name}{travels}"
             for i, held in enumerate(pass_.rounds, start=1):
                 if len(pass_.rounds) > 1:

@@ -101,8 +101,8 @@ class Step:
     def brought(self) -> dict[int, Places]:
         """By rank: where what this one reads of its block lies among the keys that are here."""
         at: dict[int, Ranges] = dict.fromkeys(self.sources, ())
-        for (_, block), place in zip(self.read, places([positions for positions, _ in self.read]), strict=True):
-            at[block] += (place,)
+        for (_, block), where in zip(self.read, places([positions for positions, _ in self.read]), strict=True):
+            at[block] += (where,)
         by_reader, size = {}, self.neighbours
         for block, readers in zip(self.sources, self.company, strict=False):  # the held block has no company
             by_reader[self.rank // size * size + block % size] = Places(
@@ -348,10 +348,10 @@ def growing(distances: Sequence[int], read: np.ndarray, block: int, together: in
 def places(parts: Sequence[Shard]) -> Ranges:
     """Where the tokens of each part lie among all of them: one after the other, or stripes dealt out in turn."""
     if parts and parts[0][0].step > 1:
-        shard = tuple(r for part in parts for r in part)
+        shard = tuple(r for ranges in parts for r in ranges)
         first, second = (count_below(shard, np.array([r.start + i * r.step for r in shard])).tolist() for i in (0, 1))
         return tuple(range(a, a + len(r) * (b - a), b - a) for a, b, r in zip(first, second, shard, strict=True))
-    ends = [0, *accumulate(sum(map(len, part)) for part in parts)]
+    ends = [0, *accumulate(sum(map(len, ranges)) for ranges in parts)]
     return tuple(map(range, ends, ends[1:]))
 
 
@@ -405,10 +405,10 @@ def table_of(shards: Sequence[Shard]) -> Table:
 Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [begin, end) that it sees
 
 
-def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], alone: bool = False) -> Schedule:
+def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], by_document: bool = False) -> Schedule:
     """The schedule in which keys travel to the queries that see them.
 
-    A range of a block that is read may go on from one range of the shard into the next if blocks come `alone`.
+    A range of a block that is read may go on from one range of the shard into the next if blocks come `by_document`.
     """
     asking, shown = table_of(queries), table_of(keys)
     length = sum(map(len, keys[0]))
@@ -418,8 +418,8 @@ def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], alone: b
     reader, which, begin, end = cells(union(*keys_seen(bands, asking)), shown)
     blocks = needed(len(keys), reader, shown.owners[which])
     shift = (shown.offsets - shown.starts)[which]
-    low = np.zeros_like(which) if alone else shown.offsets[which]
-    high = length if alone else low + (shown.stops - shown.starts)[which]
+    low = np.zeros_like(which) if by_document else shown.offsets[which]
+    high = length if by_document else low + (shown.stops - shown.starts)[which]
     cell = reader * len(keys) + shown.owners[which]
     return Schedule(blocks, length, grained(length, cell, begin + shift, end + shift, low, high), keys)
 
@@ -449,10 +449,14 @@ def keys_seen(bands: Bands, queries: Table) -> Seen:
     rise or none does, all of them reach the same stripes; else the one that sees the most keys reaches all of them.
     """
     at, which, first, last = overlaps(queries, bands.start, bands.stop)
-    one = bands.some(at)
+    band = bands.some(at)
     if queries.steps[0] > 1:
-        first = last = np.where(one.rise > one.lean, last, first)
-    return queries.owners[which], one.begin + one.lean * (first - one.start), one.end + one.rise * (last - one.start)
+        first = last = np.where(band.rise > band.lean, last, first)
+    return (
+        queries.owners[which],
+        band.begin + band.lean * (first - band.start),
+        band.end + band.rise * (last - band.start),
+    )
 
 
 def overlaps(table: Table, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:

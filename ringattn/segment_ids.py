@@ -26,7 +26,7 @@ def docs_of(ids: Any, most: int | None, plan: Any, padding: int | None) -> Docs:
     if room is not None and max(counts) > room:
         raise ValueError(f"row {np.argmax(counts)} of the ids has {max(counts)} documents, more than most={most}")
     room = max(1, *counts) if room is None else room
-    return Docs.known(np.stack([starts_of(row, room, padding, np) for row in rows]), rows.shape[1])
+    return Docs.unchecked(np.stack([starts_of(row, room, padding, np) for row in rows]), rows.shape[1])
 
 
 def traced_docs(ids: Any, most: int | None, padding: int | None) -> Docs:

@@ -70,7 +70,7 @@ def pieces(plan: Plan) -> list[Shard]:
     layout, places = plan.tokens, [(r, u) for r in range(plan.ring) for u in range(plan.ulysses)]
     if layout.many:
         return [layout.held(r, u) for r, u in places]
-    return [tuple(part for (part,) in layout.parts(r, u, segments(plan))) for r, u in places]
+    return [tuple(tokens for (tokens,) in layout.parts(r, u, segments(plan))) for r, u in places]
 
 
 @lru_cache(maxsize=64)
@@ -78,9 +78,9 @@ def order(plan: Plan) -> list[Place]:
     """Every segment of every rank, in the order of the sequence."""
     starts: dict[Place, int] = {}
     for r, u in ((r, u) for r in range(plan.ring) for u in range(plan.ulysses)):
-        for p, (part,) in enumerate(plan.tokens.parts(r, u, segments(plan))):
-            starts[r, u, p] = part.start
-    return sorted(starts, key=lambda place: starts[place])
+        for p, (tokens,) in enumerate(plan.tokens.parts(r, u, segments(plan))):
+            starts[r, u, p] = tokens.start
+    return sorted(starts, key=lambda at: starts[at])
 
 
 @dataclass(frozen=True)

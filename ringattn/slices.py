@@ -44,7 +44,7 @@ class Sliced(Docs):
         number = np.array([KINDS.index(kind) for kind in words], np.int64)[:, None]
         slices = np.concatenate([*sides, number], 1)
         check_apart(slices)
-        return cls.known(np.array([[0, size]]), size, None, None, slices[None])  # type: ignore[return-value]
+        return cls.unchecked(np.array([[0, size]]), size, None, None, slices[None])  # type: ignore[return-value]
 
 
 Mask = Sliced  # its public name; in here a mask is a plan, a spec and documents

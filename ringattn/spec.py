@@ -120,17 +120,17 @@ class Docs:
             register_in_jax(type(self))  # type: ignore[arg-type]  # a class has a hash, whatever its values have
         self.starts, self.spans, self.parents, self.slices = (*parts, None, None, None)[: len(self.PARTS)]
         self.length = length
-        for part in parts:
-            if part is not None:
-                part.setflags(write=False)
+        for x in parts:
+            if x is not None:
+                x.setflags(write=False)
         self.padded = bool((self.starts[:, -1] < length).any())  # whether some row ends in padding
         self.encoded = self.starts if self.plain else packed(self.parts)  # all parts as one array
 
     def __reduce__(self) -> Any:
-        return type(self).known, (self.starts, self.length, *self.parts[1:])
+        return type(self).unchecked, (self.starts, self.length, *self.parts[1:])
 
     @classmethod
-    def known(cls, starts: np.ndarray, length: int, *more: Any) -> "Docs":
+    def unchecked(cls, starts: np.ndarray, length: int, *more: Any) -> "Docs":
         """Docs of these parts without a check or a copy: they must be right and may not change later."""
         docs = object.__new__(cls)
         docs._keep(length, starts, *more)
@@ -145,7 +145,7 @@ class Docs:
     def decoded(numbers: Row, length: int) -> "Docs":
         """The inverse of `encoded`; the numbers may not change later."""
         if numbers.ndim == 2:
-            return Docs.known(numbers, length)
+            return Docs.unchecked(numbers, length)
         parts: list[Row | None] = []
         for _ in Docs.PARTS:
             dims, rest = int(numbers[0]), numbers[1:]
@@ -153,7 +153,7 @@ class Docs:
             size = int(shape.prod()) if dims else 0
             parts.append(rest[:size].reshape(shape).copy() if dims else None)
             numbers = rest[size:]
-        return Docs.known(parts[0], length, *parts[1:])  # type: ignore[arg-type]
+        return Docs.unchecked(parts[0], length, *parts[1:])  # type: ignore[arg-type]
 
     @property
     def plain(self) -> bool:
@@ -178,7 +178,7 @@ class Docs:
         docs = cls._from_rows([list(accumulate(map(int, row), initial=0)) for row in rows], pad_to)
         if prefix is None and spans is None:
             return docs
-        return cls.known(docs.starts, docs.length, spans_in(docs.starts, list(map(len, rows)), prefix, spans))
+        return cls.unchecked(docs.starts, docs.length, spans_in(docs.starts, list(map(len, rows)), prefix, spans))
 
     @classmethod
     def tree(cls, lengths: Any, parents: Any, pad_to: int | None = None) -> "Docs":
@@ -191,7 +191,7 @@ class Docs:
         [[-1, 0, 0]]
         """
         docs = cls.from_lengths(lengths, pad_to)
-        return cls.known(docs.starts, docs.length, None, parents_in(docs.starts, rows_of("parents", parents)))
+        return cls.unchecked(docs.starts, docs.length, None, parents_in(docs.starts, rows_of("parents", parents)))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, pad_to: int | None = None) -> "Docs":
@@ -249,7 +249,7 @@ class Docs:
         if max(totals) > length:
             raise ValueError(f"documents of {max(totals)} tokens do not fit in pad_to={length}")
         width = max(len(row) for row in rows)
-        return cls.known(np.array([row + [row[-1]] * (width - len(row)) for row in rows], np.int64), length)
+        return cls.unchecked(np.array([row + [row[-1]] * (width - len(row)) for row in rows], np.int64), length)
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
@@ -267,7 +267,7 @@ class Docs:
             return self
         if any((x != x[:1]).any() for x in self.parts if x is not None):
             return None
-        return self.known(self.starts[:1], self.length, *(None if x is None else x[:1] for x in self.parts[1:]))
+        return self.unchecked(self.starts[:1], self.length, *(None if x is None else x[:1] for x in self.parts[1:]))
 
     @cached_property
     def depths(self) -> Row | None:

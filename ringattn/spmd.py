@@ -85,7 +85,7 @@ class SharedRecipe(Recipe):
 
     table = pallas.TABLE
 
-    known: bool = True  # whether documents are part of the program, not arguments
+    static: bool = True  # whether documents are part of the program, not arguments
     rectangles: bool = False  # whether the steps of all ranks are a few sets of rectangles
 
     @property
@@ -103,7 +103,7 @@ class SharedRecipe(Recipe):
         return self.selected(self.rectangles), self.problem(self.rectangles)
 
     def problem(self, rectangles: bool) -> Problem:
-        return replace(super().problem(rectangles), known=self.known)
+        return replace(super().problem(rectangles), static=self.static)
 
     def lines(self) -> Iterator[str]:
         kernel, route = self.chosen[0], self.route
@@ -131,7 +131,7 @@ class SharedRecipe(Recipe):
         for flight, distances in course:
             last = first + len(distances) - 1
             what = f"step {first}" if first == last else f"steps {first} to {last}"
-            ranks = in_words([-distance for distance in distances], place)
+            ranks = in_words([-distance for distance in distances], rank_at)
             yield f"  {what}: keys of {ranks}{self.beside(keys=flight.keys, gradients=flight.grads)}"
             first = last + 1
 
@@ -141,11 +141,11 @@ class SharedRecipe(Recipe):
         for what, hop in hops.items():
             if hop is not None:
                 some = f" from {in_words(hop.senders, str)}" * (len(hop.senders) < self.plan.ring)
-                texts.append(f"{what} go to rank {place(hop.shift)}{some}")
+                texts.append(f"{what} go to rank {rank_at(hop.shift)}{some}")
         return f"; meanwhile {' and '.join(texts)}" * bool(texts)
 
 
-def place(offset: int) -> str:
+def rank_at(offset: int) -> str:
     """A rank, seen from rank r."""
     return "r" if offset == 0 else f"r {'+' if offset > 0 else '-'} {abs(offset)}"
 

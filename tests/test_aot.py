@@ -190,7 +190,7 @@ def test_every_hop_of_a_ring_flies_behind_a_kernel(topology, layout, ring):
 def test_the_delta_rule_compiles_and_only_states_travel(scan, layout, kind):
     """Every gradient of Gated DeltaNet with grouped keys: no transfer is larger than a state a segment."""
     T, H, K, V = 8 * 256, 2, 64, 64
-    plan = aot.place("v6e:2x4", ra.Plan(T, 8, 1, "ring", layout))
+    plan = aot.bound_to("v6e:2x4", ra.Plan(T, 8, 1, "ring", layout))
     shapes = [(1, T, 1, K), (1, T, 1, K), (1, T, H, V), (1, T, H), (1, T, H)]
     args = aot.on_mesh(plan, [jax.ShapeDtypeStruct(x, "bfloat16" if len(x) == 4 else "float32") for x in shapes])
 

@@ -245,7 +245,7 @@ def test_masks_that_cudnn_has_are_few_calls(begin, end, calls, masks, dense_cudn
     rng = np.random.default_rng(0)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(2, n, h, 8)), jnp.float32)
                      for n, h in ((len(begin), 4), (40, 2), (40, 2), (len(begin), 4)))  # fmt: skip
-    found = jax_cudnn.cut(begin[None], end[None], 40)
+    found = jax_cudnn.rectangles(begin[None], end[None], 40)
     where = Intervals(*(jnp.asarray(x[None]) for x in (begin, end)), choice=Choice(Sets((found,)), 0))
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -149,7 +149,7 @@ def test_the_stock_kernel_has_the_same_opinion():
     rng, rows, B, T, S, scale = np.random.default_rng(3), 2, 2, 200, 300, 64**-0.5
     q, k, v = normal(rng, B, T, 4, 64), normal(rng, B, S, 2, 64), normal(rng, B, S, 2, 64)
     where, dout, delta = intervals(rng, rows, T, S), normal(rng, B, T, 4, 64), normal(rng, B, T, 4)
-    sets = Sets([jax_splash.cut(np.asarray(where.begin), np.asarray(where.end), S)])
+    sets = Sets([jax_splash.rectangles(np.asarray(where.begin), np.asarray(where.end), S)])
     fixed = where._replace(choice=Choice(sets, 0))
 
     def opinion(module, where, **more):

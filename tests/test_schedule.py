@@ -177,13 +177,13 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
 
 
 RINGS = [c for c in (*CASES, *BALANCED) if c.ulysses == 1 and c.strategy == "ring" and "cross" not in c.name]
-NAMES, AT = list(dict.fromkeys(c.name for c in RINGS)), list(dict.fromkeys(c.place for c in RINGS))
+NAMES, AT = list(dict.fromkeys(c.name for c in RINGS)), list(dict.fromkeys(c.table_row for c in RINGS))
 
 
 @pytest.mark.parametrize(
     ("case", "route"),  # a third: every case goes by each route, and at every place some do
     [(c, route) for c in RINGS for i, route in enumerate(("direct", "relay", "levels"))
-     if (NAMES.index(c.name) + AT.index(c.place) + i) % 3 == 0
+     if (NAMES.index(c.name) + AT.index(c.table_row) + i) % 3 == 0
      and (route != "levels" or c.layout in ("zigzag", "balanced"))],
     ids=str,
 )  # fmt: skip

@@ -246,7 +246,7 @@ def test_a_sweep_ends_with_a_table_the_best_run_first():
         {"swept": "lr=3", "loss": 2.9, "held_out": 2.1, "folder": "c", **figures},
     ]
     head, *lines = [line.split() for line in report.of_sweep(runs).splitlines()]
-    assert head == ["loss", "held", "out", "tokens/s", "MiB", "folder"]
+    assert head == ["swept", "loss", "held_out", "tokens/s", "MiB", "folder"]
     assert lines == [
         ["lr=3", "2.9000", "2.1000", "2,000", "297", "c"],
         ["lr=2", "3.0000", "2.5000", "2,000", "297", "b"],

@@ -25,7 +25,7 @@ def some_parts(dtype: torch.dtype) -> Total:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("first", [torch.float32, torch.float16], ids=str)
 def test_the_sum_is_that_of_torch_in_the_same_order(first, dtype):
-    parts = some_parts(first).parts
+    parts = some_parts(first).terms
     assert [(rows, heads) for _, rows, heads in parts] == [
         ((0, 37), (0, 4)), ((0, 37), (1, 4)), ((7, 37), (0, 4)), ((27, 37), (1, 3))
     ]  # fmt: skip
@@ -43,13 +43,13 @@ def test_rows_of_a_sum_are_not_copied_if_a_single_part_covers_them():
     total.add(torch.ones(2, 2, 4, 8).half(), rows=slice(5, 7))
     single = total.rows_at(range(3, 5), torch.float16)
     assert single.data_ptr() == results[:, 1:].data_ptr() and torch.equal(single, results[:, 1:3])
-    assert (total.rows_at(range(7, 9), torch.float16) == 0).all() and len(total.parts) == 2
+    assert (total.rows_at(range(7, 9), torch.float16) == 0).all() and len(total.terms) == 2
     for at in (range(4, 6), range(1, 3)):  # of two parts; of one and of none
         expected = torch.cat(
             [torch.zeros(2, 2, 4, 8), results[:, :3], results[:, 3:] + 1, torch.zeros(2, 2, 4, 8)], 1
         ).half()
         assert torch.equal(total.rows_at(at, torch.float16), expected[:, at.start : at.stop])
-    assert len(total.parts) == 1 and torch.equal(total.tensor(torch.float32), expected.float())
+    assert len(total.terms) == 1 and torch.equal(total.tensor(torch.float32), expected.float())
     assert total.rows_at(range(3, 5), torch.float32).dtype == torch.float32
     assert torch.equal(total.rows_at(range(1, 9, 4), torch.float32), expected[:, 1:9:4].float())
 
@@ -57,17 +57,17 @@ def test_rows_of_a_sum_are_not_copied_if_a_single_part_covers_them():
 def test_what_was_added_up_in_place_is_not_added_again():
     total, first = Total(torch.empty(1, 2, 1, 8)), torch.ones(1, 2, 1, 8)
     total.add(first)
-    assert total.place is first
+    assert total.running is first
     first += 1
     total.add(first)
     assert (total.tensor(torch.float32) == 2).all() and (total.tensor(torch.float32) == 2).all()
     total.add(torch.ones(1, 2, 1, 8).half())
-    assert total.place is None and (total.tensor(torch.float32) == 3).all()
-    assert total.place is first and (first == 3).all(), "the sum lies where the first part lay"
+    assert total.running is None and (total.tensor(torch.float32) == 3).all()
+    assert total.running is first and (first == 3).all(), "the sum lies where the first part lay"
 
 
 def test_a_sum_may_reuse_the_memory_of_its_first_part():
-    parts = some_parts(torch.float32).parts
+    parts = some_parts(torch.float32).terms
     expected = some_parts(torch.float32).tensor(torch.float32)
     assert torch.equal(gradients.add_parts(parts[0].grad, parts), expected)
     assert torch.equal(parts[0].grad, expected)
@@ -85,7 +85,7 @@ def test_a_sum_of_another_layout_gets_its_own_memory(monkeypatch):
         expected = y.clone() if y is x else expected + y
     kept = x.clone()
     assert torch.equal(total.tensor(torch.float32), expected), "fifteen parts, in their order"
-    assert torch.equal(x, kept) and total.place is not x
+    assert torch.equal(x, kept) and total.running is not x
 
 
 def test_rows_that_lie_more_than_two_billion_numbers_apart_are_added():

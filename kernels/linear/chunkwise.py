@@ -55,26 +55,26 @@ class Decays(NamedTuple):
 class FewChunks:
     """A few chunks, [B, H, N, C, ...], and what follows from them without a state; computed when it is first needed."""
 
-    def __init__(self, x: Inputs, part: slice) -> None:
-        self.x, self.part, self.d = x, part, decays(x.v, x.g, x.begin, part)
+    def __init__(self, x: Inputs, tokens: slice) -> None:
+        self.x, self.tokens, self.d = x, tokens, decays(x.v, x.g, x.begin, tokens)
 
     @cached_property
     def q(self) -> Tensor:
-        return of_values(chunks(self.x.q, self.part), self.x.v.shape[2], 1) * self.x.scale
+        return of_values(chunks(self.x.q, self.tokens), self.x.v.shape[2], 1) * self.x.scale
 
     @cached_property
     def k(self) -> Tensor:
-        return of_values(chunks(self.x.k, self.part), self.x.v.shape[2], 1)
+        return of_values(chunks(self.x.k, self.tokens), self.x.v.shape[2], 1)
 
     @cached_property
     def v(self) -> Tensor:
-        return chunks(self.x.v, self.part)
+        return chunks(self.x.v, self.tokens)
 
     @cached_property
     def beta(self) -> Tensor:
         """[B, H, N, C, 1]"""
         assert self.x.beta is not None
-        return chunks(self.x.beta[..., None], self.part, accumulator(self.x.v))
+        return chunks(self.x.beta[..., None], self.tokens, accumulator(self.x.v))
 
     @cached_property
     def written(self) -> Tensor:
@@ -146,8 +146,8 @@ def scan_states(x: Inputs, maps: bool = True) -> Scan:
 def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
     """The map from the gradient for the state behind the last token to that for the state before the first one."""
 
-    def own(piece: FewChunks) -> Map:
-        return piece.own_gradients(chunks(dout, piece.part))
+    def own(few: FewChunks) -> Map:
+        return few.own_gradients(chunks(dout, few.tokens))
 
     return scanned(x, pieces(x)[::-1], own, backward=True) if maps else Scan(None)
 
@@ -164,12 +164,12 @@ def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None)
     """
     out = x.q.new_empty(x.v.shape)
     state = resolve(start)
-    for n, part in enumerate(pieces(x)):
-        piece = FewChunks(x, part)
-        before, state = walk(scan.saved[n] if scan.saved else piece.own(), state)
+    for n, tokens in enumerate(pieces(x)):
+        few = FewChunks(x, tokens)
+        before, state = walk(scan.saved[n] if scan.saved else few.own(), state)
         if kept is not None:
-            kept[:, :, of_chunks(part)] = before
-        put(out, part, piece.weights @ piece.values(before) + (piece.q * piece.d.from_start) @ before)
+            kept[:, :, of_chunks(tokens)] = before
+        put(out, tokens, few.weights @ few.values(before) + (few.q * few.d.from_start) @ before)
     assert state is not None
     return out, state
 
@@ -183,10 +183,10 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
     parts = pieces(x)
     starts = [] if isinstance(scan, Tensor) else before_pieces(x, scan, start)
     dstate = resolve(dend)
-    for n, part in reversed(list(enumerate(parts))):
-        p, douts = FewChunks(x, part), chunks(dout, part)
+    for n, tokens in reversed(list(enumerate(parts))):
+        p, douts = FewChunks(x, tokens), chunks(dout, tokens)
         if isinstance(scan, Tensor):
-            before = scan[:, :, of_chunks(part)].contiguous()  # other strides would give other bits
+            before = scan[:, :, of_chunks(tokens)].contiguous()  # other strides would give other bits
         else:
             before, _ = walk(scan.saved[n] if scan.saved else p.own(), starts[n])
         own = rscan.saved[len(parts) - 1 - n] if rscan.saved else p.own_gradients(douts)
@@ -196,8 +196,8 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
         dvs = p.weights.mT @ douts + p.written @ behind
         if dbeta is not None:
             dvs, dbetas = p.rule_gradients(dvs, u, before)
-            put(dbeta[..., None], part, dbetas[..., None])
-        put(dv, part, dvs)
+            put(dbeta[..., None], tokens, dbetas[..., None])
+        put(dv, tokens, dvs)
         dks = (u @ behind.mT) * p.d.to_end
         dgs = prefix(per_gate(p.k * dks, p.d.across))
         passing = per_gate((before * behind).sum(-1) * p.d.across.exp(), p.d.across)  # from before the chunk to behind
@@ -211,12 +211,12 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
             dks = dks + within[1]
             dgs = dgs + within[2] + suffix(per_gate(reader * of_before, p.d.across))
             if reader is p.q:
-                put(dq, part, of_keys(dreader * x.scale, dq.shape[2], 1))
+                put(dq, tokens, of_keys(dreader * x.scale, dq.shape[2], 1))
             else:
                 dks = dks + dreader
-        put(dk, part, of_keys(dks, dk.shape[2], 1))
+        put(dk, tokens, of_keys(dks, dk.shape[2], 1))
         if dg is not None:
-            put(dg if dg.dim() == 4 else dg[..., None], part, dgs)
+            put(dg if dg.dim() == 4 else dg[..., None], tokens, dgs)
     assert dstate is not None
     return dq, dk, dv, dg, dbeta, dstate
 
@@ -224,8 +224,8 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
 def before_pieces(x: Inputs, scan: Scan, start: Deferred) -> list[Tensor | None]:
     """The state before each piece."""
     parts, states = pieces(x), [resolve(start)]
-    for n, part in enumerate(parts[:-1]):
-        states.append(walk(scan.saved[n] if scan.saved else FewChunks(x, part).own(), states[-1])[1])
+    for n, tokens in enumerate(parts[:-1]):
+        states.append(walk(scan.saved[n] if scan.saved else FewChunks(x, tokens).own(), states[-1])[1])
     return states
 
 
@@ -254,10 +254,10 @@ def gradients_within(q: Tensor, k: Tensor, dscores: Tensor, d: Decays) -> tuple[
     return dq, dk, dg
 
 
-def decays(like: Tensor, g: Tensor | None, begin: Tensor | None, part: slice) -> Decays:
+def decays(like: Tensor, g: Tensor | None, begin: Tensor | None, tokens: slice) -> Decays:
     """The decays of these tokens: gates summed from each cut outwards, for blocks of 1, 2, 4, ... tokens in turn."""
     gates = like.new_zeros(1, 1, 1, 1).expand(*like.shape[:3], 1) if g is None else g if g.dim() == 4 else g[..., None]
-    after = chunks(gates, part, accumulator(like)).unsqueeze(-2)  # [B, H, N, blocks, tokens of a block, G]
+    after = chunks(gates, tokens, accumulator(like)).unsqueeze(-2)  # [B, H, N, blocks, tokens of a block, G]
     ahead = torch.zeros_like(after)
     cuts = []
     while after.shape[-3] > 1:
@@ -269,7 +269,7 @@ def decays(like: Tensor, g: Tensor | None, begin: Tensor | None, part: slice) ->
     across = after[..., -1, :]
     if begin is None:
         return Decays(cuts, None, after.exp(), ahead.exp(), across)
-    first_seen, at = begins(begin, part), torch.arange(CHUNK, device=begin.device)
+    first_seen, at = begins(begin, tokens), torch.arange(CHUNK, device=begin.device)
     last = first_seen[..., -1:]
     return Decays(
         cuts,
@@ -300,14 +300,14 @@ def scanned(x: Inputs, parts: list[slice], own_of: Callable[[FewChunks], Map], b
     K, decay, size = x.k.shape[-1], torch.zeros((), dtype=accumulator(x.v), device=x.v.device), 0
     unit = None if x.beta is None else torch.eye(K, dtype=decay.dtype, device=decay.device)
     state: Tensor | None = None
-    for part in parts:
-        piece = FewChunks(x, part)
-        own = own_of(piece)
+    for tokens in parts:
+        few = FewChunks(x, tokens)
+        own = own_of(few)
         columns = own if unit is None else Map(own.factor, F.pad(own.kv, (K, 0)))
         if unit is not None and state is None:
             state = F.pad(unit, (0, own.kv.shape[-1])).expand_as(columns.kv[:, :, 0])
         state = walk(columns, state, backward)[1]
-        decay = decay + piece.d.across.sum(2)
+        decay = decay + few.d.across.sum(2)
         size += own.kv.numel() + own.factor.numel()
         saved.append(own)
         if size > KEPT:
@@ -324,30 +324,30 @@ def pieces(x: Inputs) -> list[slice]:
     return [slice(t, min(t + few, T)) for t in range(0, T, few)]
 
 
-def chunks(x: Tensor, part: slice, dtype: torch.dtype | None = None) -> Tensor:
+def chunks(x: Tensor, tokens: slice, dtype: torch.dtype | None = None) -> Tensor:
     """[B, T, H, X] as [B, H, N, C, X] in the accumulator's dtype; the last chunk is padded with zeros."""
-    x = x[:, part].transpose(1, 2).to(dtype or accumulator(x))
+    x = x[:, tokens].transpose(1, 2).to(dtype or accumulator(x))
     fill = -x.shape[2] % CHUNK
     x = F.pad(x, (0, 0, 0, fill)) if fill else x
     return x.unflatten(2, (-1, CHUNK)).contiguous()
 
 
-def of_chunks(part: slice) -> slice:
+def of_chunks(tokens: slice) -> slice:
     """The chunks of these tokens."""
-    return slice(part.start // CHUNK, -(-part.stop // CHUNK))
+    return slice(tokens.start // CHUNK, -(-tokens.stop // CHUNK))
 
 
-def put(into: Tensor, part: slice, x: Tensor) -> None:
+def put(into: Tensor, tokens: slice, x: Tensor) -> None:
     """The inverse of `chunks`."""
-    into[:, part] = x.flatten(2, 3)[:, :, : part.stop - part.start].transpose(1, 2)
+    into[:, tokens] = x.flatten(2, 3)[:, :, : tokens.stop - tokens.start].transpose(1, 2)
 
 
-def begins(begin: Tensor, part: slice) -> Tensor:
+def begins(begin: Tensor, tokens: slice) -> Tensor:
     """`begin` [1 or B, T] as [1 or B, 1, N, C], counted from the first token of each chunk."""
-    some = begin[:, part]
+    some = begin[:, tokens]
     fill = -some.shape[1] % CHUNK
     some = torch.cat([some, some[:, -1:].expand(-1, fill)], 1).unflatten(1, (-1, CHUNK))
-    starts = part.start + CHUNK * torch.arange(some.shape[1], device=begin.device)
+    starts = tokens.start + CHUNK * torch.arange(some.shape[1], device=begin.device)
     return (some - starts[:, None])[:, None]
 
 

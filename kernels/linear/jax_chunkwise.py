@@ -35,11 +35,11 @@ def cuts() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     half = 2 ** np.arange(CHUNK.bit_length() - 1)[:, None, None]
     t = np.arange(CHUNK)
-    one, other = t[:, None], t[None]
-    same = one // (2 * half) == other // (2 * half)
+    i, j = t[:, None], t[None]
+    same = i // (2 * half) == j // (2 * half)
     second = t // half % 2 == 1  # [levels, 1, C]
     row = second.swapaxes(1, 2)
-    return same & row & second & (other <= one), same & ~row & ~second & (other > one), same & row & ~second
+    return same & row & second & (j <= i), same & ~row & ~second & (j > i), same & row & ~second
 
 
 AFTER, AHEAD, PARTED = cuts()
@@ -136,10 +136,10 @@ def inverse(lower: Array) -> Array:
     Two blocks with known inverses, and the corner between them, make a block of twice their size. XLA's own triangular
     solve is a call of LAPACK on CPUs, where devices that wait for each other leave it no thread.
     """
-    found = jnp.broadcast_to(jnp.eye(CHUNK, dtype=lower.dtype), lower.shape)
+    inverse = jnp.broadcast_to(jnp.eye(CHUNK, dtype=lower.dtype), lower.shape)
     for corner in PARTED:  # the barrier: TPU compilers fail where they join the difference to its product
-        found = found - lax.optimization_barrier(product(found, product(jnp.where(corner, lower, 0), found)))
-    return found
+        inverse = inverse - lax.optimization_barrier(product(inverse, product(jnp.where(corner, lower, 0), inverse)))
+    return inverse
 
 
 def map_of_chunk(V: int, k: Array, written: Array, g: Array, begin: Array | None) -> Map:
@@ -168,8 +168,8 @@ def passing_chunk(q: Array, g: Array, begin: Array | None, inner: Array, before:
 
 def from_start(g: Array, begin: Array | None) -> Array:
     """The decay from the state before the chunk to each token."""
-    found = jnp.exp(summed(UNTIL, g))
-    return found if begin is None else found * (begin < 0)[:, None, :, None]
+    decay = jnp.exp(summed(UNTIL, g))
+    return decay if begin is None else decay * (begin < 0)[:, None, :, None]
 
 
 def seen(weights: Array, begin: Array | None) -> Array:

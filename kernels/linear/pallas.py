@@ -230,24 +230,24 @@ class Chunk(NamedTuple):
         """Head i of the block."""
         k_ref, g, n = given["k"], given["g"], given["v"].shape[1]
         head = i * k_ref.shape[1] // n
-        one, other = index(0), index(1)
+        rows, cols = index(0), index(1)
         decays: Any
         if len(g.shape) == 5:
             gates = g[0, i, 0]  # [1, C]
-            until = jnp.where(other <= one, gates, 0.0)
-            decays = jnp.exp(sums(until, one > other))
-            from_start, to_end = until.sum(1, keepdims=True), jnp.where(other > one, gates, 0.0).sum(1, keepdims=True)
+            until = jnp.where(cols <= rows, gates, 0.0)
+            decays = jnp.exp(sums(until, rows > cols))
+            from_start, to_end = until.sum(1, keepdims=True), jnp.where(cols > rows, gates, 0.0).sum(1, keepdims=True)
             across = gates.sum(1, keepdims=True)
         else:
             gates = g[0, i]  # [C, K]
-            from_start, to_end = sums(other <= one, gates), sums(other > one, gates)
+            from_start, to_end = sums(cols <= rows, gates), sums(cols > rows, gates)
             across = column(gates.sum(0, keepdims=True))
             decays = [tuple(jnp.exp(sums(mask, gates)) for mask in sides(level)) for level in LEVELS]
         from_start, to_end, across, same = jnp.exp(from_start), jnp.exp(to_end), jnp.exp(across), None
         if "begin" in given:
             begin = given["begin"][0, 0]  # [1, C]
             started = column(begin)
-            same = started <= other
+            same = started <= cols
             last = begin[:, CHUNK - 1 :]
             from_start = from_start * (started < 0)
             to_end = to_end * (last <= index(0)[:, :1])
@@ -270,12 +270,12 @@ class Chunk(NamedTuple):
     def pairs(self, left: Any) -> Any:
         """(left_i . decay from j to i . k_j) for all pairs j <= i of one document, 0 for others."""
         if isinstance(self.decays, list):
-            found = jnp.where(eye(CHUNK), (left.astype(jnp.float32) * self.k).sum(1, keepdims=True), 0.0)
+            pairs = jnp.where(eye(CHUNK), (left.astype(jnp.float32) * self.k).sum(1, keepdims=True), 0.0)
             for level, (after, ahead) in zip(LEVELS, self.decays, strict=True):
-                found += jnp.where(parted(level), dot(left * after, self.k * ahead, NT, self.exact), 0.0)
+                pairs += jnp.where(parted(level), dot(left * after, self.k * ahead, NT, self.exact), 0.0)
         else:
-            found = jnp.where(index(1) <= index(0), dot(left, self.k, NT, self.exact) * self.decays, 0.0)
-        return found if self.same is None else jnp.where(self.same, found, 0.0)
+            pairs = jnp.where(index(1) <= index(0), dot(left, self.k, NT, self.exact) * self.decays, 0.0)
+        return pairs if self.same is None else jnp.where(self.same, pairs, 0.0)
 
     def system(self) -> Any:
         """What the delta rule adds to 1, strictly below the diagonal."""
@@ -301,11 +301,11 @@ class Chunk(NamedTuple):
 
 def solved(lower: list[Any], exact: bool) -> list[Any]:
     """(1 + lower)^-1 of strictly lower triangular matrices, as `jax_chunkwise.inverse`; all of them level by level."""
-    found = [eye(CHUNK) - jnp.where(parted(0), x, 0.0) for x in lower]
+    inverses = [eye(CHUNK) - jnp.where(parted(0), x, 0.0) for x in lower]
     for level in LEVELS[1:]:
-        corner = [dot(jnp.where(parted(level), x, 0.0), y, NN, exact) for x, y in zip(lower, found, strict=True)]
-        found = [y - dot(y, x, NN, exact) for x, y in zip(corner, found, strict=True)]
-    return found
+        corner = [dot(jnp.where(parted(level), x, 0.0), y, NN, exact) for x, y in zip(lower, inverses, strict=True)]
+        inverses = [y - dot(y, x, NN, exact) for x, y in zip(corner, inverses, strict=True)]
+    return inverses
 
 
 def index(dim: int) -> Any:
@@ -353,8 +353,8 @@ def parts(x: Any, n: int) -> list[Any]:
     """n arrays of bfloat16 that add up to x, to about 8 * n bits."""
     if x.dtype == jnp.bfloat16:
         return [x]
-    found = []
+    pieces = []
     for _ in range(n):
-        found.append(x.astype(jnp.bfloat16))
-        x = x - found[-1].astype(jnp.float32)
-    return found
+        pieces.append(x.astype(jnp.bfloat16))
+        x = x - pieces[-1].astype(jnp.float32)
+    return pieces

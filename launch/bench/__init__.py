@@ -26,10 +26,9 @@ from ringattn.launch.rows import Row, read
 from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
 SUITES = {
-    "auto": 'one GPU: what kernel="auto" runs, next to every kernel by name, in turns',
     "decode": "a token over a cache that is spread over ranks, next to a copy of the cache",
     "jax": "attention on JAX arrays over this machine's GPUs, next to its kernel alone",
-    "kernels": "one GPU: our kernels next to cuDNN, FlashAttention and FlexAttention",
+    "kernels": 'one GPU: kernel="auto" and our kernel next to cuDNN, FlashAttention and FlexAttention',
     "linear": "one GPU: our gated linear attention next to flash-linear-attention",
     "memory": "the peak memory of a rank, with 1, 2, 4, 8 ranks",
     "plans": "the candidates of plans over ranks: predicted, simulated, measured here",
@@ -37,7 +36,6 @@ SUITES = {
     "ring": "attention over many ranks, next to the same work of one rank without communication",
     "scaling": "one layer over more and more ranks: predicted, simulated, measured here",
     "scan": "linear attention over many ranks, next to each rank alone",
-    "step": "a step of a training run, next to its attention and matrix products alone",
     "traffic": "the bytes that a rank sends, counted, next to those of the schedule",
 }
 OUT = option(None, "a file that the rows are appended to, one JSON line each")

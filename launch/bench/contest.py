@@ -1,9 +1,10 @@
-"""The suites of one device: cases by their names, contestants side by side on the same inputs, rows of what they took.
+"""The suites of one device: cases by their names, contestants in turns on the same inputs, rows of what they took.
 
 A contestant turns the inputs of a case into its passes: {"forward": call, "backward": call}, say. What it cannot run it
 refuses with a NotImplementedError, which is printed.
 """
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,12 @@ from torch import Tensor
 from ringattn.conf.keys import nearest
 from ringattn.launch.bench import Row, table
 from ringattn.launch.bench.memory import held
-from ringattn.launch.bench.timing import finish, steady_ms
+from ringattn.launch.bench.timing import finish, in_turns
+from ringattn.launch.words import option
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 OURS = ("auto", "triton", "decode", "tiled", "chunkwise", "op", "states")  # whose errors are no news but bugs
+ROUNDS: Any = option(20, "rounds, in each of which every contestant runs once", least=1)
 
 Passes = dict[str, Callable[[], Any]]
 
@@ -74,21 +77,37 @@ def entered(names: Iterable[str], enter: Callable[[str], Any]) -> dict[str, Any]
     return given
 
 
-def timed(passes: Passes, options: Any, figure: str, amounts: Mapping[str, float]) -> list[Row]:
-    """A row a pass: its time, the figure (what the pass does, over its time), and its peak memory."""
-    rows = []
-    for what, call in passes.items():
-        memory, ms = peak_gib(call), steady_ms(call, options.device, options.rep)
-        rows.append({"pass": what, "ms": ms, figure: amounts[what] / ms, "peak_gib": memory})
-    return rows
+def timed(
+    names: Iterable[str], enter: Callable[[str], Passes], options: Any, figure: str, amounts: Mapping[str, float],
+    calls: int = 1,
+) -> list[Row]:  # fmt: skip
+    """A row a contestant and pass of `amounts`: its time, the figure (amount over time), and its peak memory.
 
+    Contestants' calls alternate, so all have the same clock. Times are medians over the rounds; in our rows `over_NAME`
+    is the median of NAME's time over ours: above 1, ours is faster. What is timed does the same `calls` times.
+    """
 
-def with_ratios(rows: list[Row], ours: str) -> list[Row]:
-    """In our rows, each other contestant's time over ours: above 1, ours is faster."""
-    for row in rows:
-        if row["impl"] == ours:
-            others = (r for r in rows if r["pass"] == row["pass"] and r["impl"] != ours)
-            row |= {f"over_{other['impl']}": other["ms"] / row["ms"] for other in others}
+    def tried(name: str) -> Passes:
+        passes = enter(name)
+        passes["both"] = lambda: (passes["forward"](), passes["backward"]())
+        for what in amounts:
+            passes[what]()
+        return passes
+
+    contestants, rows = entered(names, tried), []
+    times = {
+        what: in_turns({n: passes[what] for n, passes in contestants.items()}, options.rounds, options.device)
+        for what in amounts
+    }
+    for name, passes in contestants.items():
+        for what, amount in amounts.items():
+            own = times[what][name]
+            ms = statistics.median(own) / calls
+            rows.append({"impl": name, "pass": what, "ms": ms, figure: amount / ms, "peak_gib": peak_gib(passes[what])})
+            for other, theirs in times[what].items() if name in OURS else ():
+                if other != name:
+                    ratios = [x / y for x, y in zip(theirs, own, strict=True)]
+                    rows[-1][f"over_{other}"] = statistics.median(ratios)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""One GPU: our linear attention beside flash-linear-attention's, in one run on the same inputs.
+"""One GPU: our linear attention beside flash-linear-attention's, in turns on the same inputs.
 
 Gated linear attention (GLA), and by the delta rule Gated DeltaNet (gdn) and Kimi Delta Attention (kda).
 
@@ -81,7 +81,7 @@ class Options:
     device: str | None = option(None, "cuda or cpu (the GPU if there is one)", among=("cuda", "cpu"))
     dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU", among=DTYPES)
     gate_dtype: str | None = option(None, "as dtype", among=DTYPES)
-    rep: int = option(200, "milliseconds of repetitions for each median")
+    rounds: int = contest.ROUNDS
 
     def __post_init__(self) -> None:
         contest.settle(self, CASES, CONTESTANTS)
@@ -113,13 +113,8 @@ def run(options: Options) -> Iterator[Row]:
 def times(case: Case, options: Options) -> list[Row]:
     """Time and peak memory of each contestant, forward, backward and both together."""
     given, tokens = inputs(case, options), case.batch * case.tokens / 1e3
-
-    def rows(name: str) -> list[Row]:
-        passes = CONTESTANTS[name](given)
-        passes["both"] = lambda: (passes["forward"](), passes["backward"]())
-        return contest.timed(passes, options, "tokens_per_us", dict.fromkeys(passes, tokens))
-
-    return contest.with_ratios(contest.with_ratios(contest.side_by_side(options.impls, rows), "triton"), "op")
+    amounts = dict.fromkeys(("forward", "backward", "both"), tokens)
+    return contest.timed(options.impls or (), lambda name: CONTESTANTS[name](given), options, "tokens_per_us", amounts)
 
 
 def off(case: Case, options: Options) -> list[Row]:

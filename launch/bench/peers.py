@@ -1,7 +1,7 @@
 """Who runs in `ringattn bench kernels`: our own table of kernels, and the peers as their users call them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import ringattn as ra
 from ringattn import kernels
 from ringattn.kernels.attention.libraries.rectangles import heads_first
 from ringattn.kernels.intervals import Intervals
@@ -25,7 +26,7 @@ class Inputs:
     v: Tensor
     dout: Tensor
     where: Intervals
-    mask: str  # causal, full, window, docs
+    mask: str  # causal, full, window, docs, square
     window: int | None = None
     starts: np.ndarray | None = None  # where documents start, and the total
 
@@ -63,6 +64,27 @@ def of_table(name: str) -> Callable[[Inputs], Passes]:
     return passes
 
 
+def auto(given: Inputs) -> Passes:
+    """`ra.attention` as its users call it; of a ring's step the kernels that it takes. Prints which they are."""
+    if given.q.shape[1] != given.k.shape[1]:
+        raise NotImplementedError("a decode takes a cache: bench decode times it")
+    q, k, v = leaves = [x.clone().requires_grad_() for x in (given.q, given.k, given.v)]
+    if given.mask == "square":
+        problem = replace(problem_of(q, k, v, None, True), rows=q.shape[1] * q.shape[2])
+        names = [kernels.select(problem, backward=x).name for x in (False, True)]
+        print(f"auto: {', '.join(names)}")
+        forward, backward = (of_table(name)(given) for name in names)
+        return {"forward": forward["forward"], "backward": backward["backward"]}
+    spec = ra.AttentionSpec(causal=given.mask != "full", window=given.window)
+    docs = None if given.starts is None else ra.Docs.from_lengths(np.diff(given.starts).tolist())
+    plan = ra.plan(seq_len=q.shape[1], heads=(q.shape[2], k.shape[2]), head_dim=q.shape[3], spec=spec, docs=docs)
+    plan.calls.clear()  # of other cases
+    passes = differentiated(lambda: ra.attention(q, k, v, plan, spec=spec, docs=docs), leaves, given.dout)
+    (call,) = plan.calls.values()
+    print(f"auto: {call.recipe.forward.kernel.name}, {call.recipe.backward.kernel.name}")
+    return {**passes, "forward": torch.no_grad()(passes["forward"])}
+
+
 @lru_cache(maxsize=1)
 def compiled_flex() -> Callable[..., Any]:
     import torch._functorch.config
@@ -94,7 +116,10 @@ def flex(given: Inputs) -> Passes:
     def packed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) & (docs[i] == docs[j])  # type: ignore[index]
 
-    rule = {"causal": causal, "window": windowed, "docs": packed}.get(given.mask)
+    def square(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) | (2 * i >= T)
+
+    rule = {"causal": causal, "window": windowed, "docs": packed, "square": square}.get(given.mask)
     mask = None if rule is None else create_block_mask(rule, None, None, T, S, device=q.device)
     attention, dout = compiled_flex(), heads_first(given.dout).contiguous()
 
@@ -123,6 +148,8 @@ def cudnn(given: Inputs) -> Passes:
 def flash(given: Inputs) -> Passes:
     """FlashAttention-2 as built into torch, with its own window and its own packed documents."""
     check("flash", given, own_masks=True)
+    if given.mask == "square":
+        raise NotImplementedError("a ring's step takes two calls, which are timed for FlashAttention-4")
     q, k, v, dout = packed_docs(given)
     lengths, options = varlen(given), {"scale": given.scale, **window_words(given)}
     causal = given.mask != "full"
@@ -141,8 +168,10 @@ def flash(given: Inputs) -> Passes:
 
 
 def fa4(given: Inputs) -> Passes:
-    """FlashAttention-4, with its own window and its own packed documents."""
+    """FlashAttention-4, with its own window and its own packed documents; of a ring's step its two calls."""
     check("fa4", given, own_masks=True)
+    if given.mask == "square":
+        return in_two_calls(fa4, given)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     q, k, v, dout = packed_docs(given)
@@ -157,6 +186,21 @@ def fa4(given: Inputs) -> Passes:
 
     out, lse = forward()[:2]
     return {"forward": forward, "backward": lambda: _flash_attn_bwd(q, k, v, out, dout, lse, **options)}
+
+
+def in_two_calls(peer: Callable[[Inputs], Passes], given: Inputs) -> Passes:
+    """The causal square, and the queries below it that see all keys; with the sums of gradients."""
+    half = given.q.shape[1] // 2
+    above = replace(given, mask="causal", **{n: getattr(given, n)[:, :half] for n in ("q", "k", "v", "dout")})
+    calls = [peer(x) for x in (above, replace(given, mask="full", q=given.q[:, half:], dout=given.dout[:, half:]))]
+
+    def backward() -> Any:
+        (dq, dk, dv, *_), (dq_below, dk_all, dv_all, *_) = (call["backward"]() for call in calls)
+        dk_all[:, :half] += dk
+        dv_all[:, :half] += dv
+        return dq, dq_below, dk_all, dv_all
+
+    return {"forward": lambda: [call["forward"]() for call in calls], "backward": backward}
 
 
 def packed_docs(given: Inputs) -> tuple[Tensor, ...]:
@@ -178,6 +222,7 @@ def window_words(given: Inputs) -> dict[str, int]:
 
 
 CONTESTANTS: dict[str, Callable[[Inputs], Passes]] = {
+    "auto": auto,
     **{name: of_table(name) for name in ("triton", "decode", "sdpa_cpu", "tiled")},
     "cudnn_rectangles": of_table("cudnn"),  # as a ring step runs it: partials merged, gradients added up in float32
     "cudnn": cudnn,

@@ -222,10 +222,15 @@ def nccl(options: Options) -> Finding:
 
 
 def talking(backend: str, options: Options, version: str = "") -> Finding:
-    """Real processes compute one attention together and must get what one process gets alone."""
+    """Real processes compute one attention together and must get what float64 gives."""
+    from ringattn.launch.verify import command
+
     settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))]
+    device, ranks = "cuda" if backend == "nccl" else "cpu", options.ranks
+    case = command.Options(ranks=ranks, backend=backend, device=device, cases=(f"causal-ring{ranks}x1-zigzag",))
     try:
-        worst = max(processes.run(together, options.ranks, backend, backend=backend, timeout=options.timeout))
+        results = processes.run(command.one_process, ranks, case, backend=backend, timeout=options.timeout)
+        worst = max(each["errors"]["out"] for rank in results for each in rank)
     except processes.RankError as error:
         remedy = {
             "gloo": "ranks find each other by the host's name: try GLOO_SOCKET_IFNAME=lo, and check /etc/hosts",
@@ -237,19 +242,3 @@ def talking(backend: str, options: Options, version: str = "") -> Finding:
     if worst > 1e-5:
         return Finding("bad", backend, detail, "run ringattn verify to see which results are off")
     return Finding("ok", backend, "; ".join(filter(None, [version, detail, *settings])))
-
-
-def together(backend: str) -> float:
-    """|ring attention over the ranks - the same on one device|, the largest entry; 64 tokens in float32."""
-    import torch
-    import torch.distributed as dist
-
-    from ringattn import api, choosing
-
-    device = "cuda" if backend == "nccl" else "cpu"
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 64, 2, 16, generator=g).to(device) for _ in range(3))
-    plan = choosing.plan(api.init_mesh(ring=dist.get_world_size(), device_type=device), seq_len=64, layout="zigzag",
-                    strategy="ring")  # fmt: skip
-    out = api.attention(plan.shard(q), plan.shard(k), plan.shard(v), plan)
-    return float((plan.unshard(out) - api.attention(q, k, v)).abs().max())

@@ -183,7 +183,7 @@ def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None)
     fixed = docs is None or docs.parents is not None or docs.slices is not None or steps.cut_of(plan) is not None
     mask = Mask(plan, spec, docs if fixed else None, among=None if fixed else among_all(spec, docs, None))
     rectangles = fixed and steps.tables_of(mask) is not None
-    return SharedRecipe(mask, shape, plan.device, dtype, known=fixed, rectangles=rectangles)
+    return SharedRecipe(mask, shape, plan.device, dtype, static=fixed, rectangles=rectangles)
 
 
 def moves(options: Options, device: str, one_host: bool) -> str:

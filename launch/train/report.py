@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ringattn.conf.schema import Train
+from ringattn.launch.bench import table
 from ringattn.launch.train import metrics
 from ringattn.launch.train.metrics import columns, echo, writing
 
@@ -61,16 +62,12 @@ def of_sweep(runs: list[dict[str, Any]]) -> str:
     """The runs of a sweep as a table, the best loss first; those that did not end last."""
     names = ("swept", "loss", "held_out", "tokens/s", "MiB", "folder")
     order = sorted(runs, key=lambda run: run.get("held_out") or run.get("loss") or float("inf"))
-    cells = [["" if n == "swept" else n.replace("_", " ") for n in names]]
-    for run in order:
-        missing = run.get("ended", "-")
-        cells.append([
-            missing if n == "loss" and n not in run else f"{x:,.4f}" if n in ("loss", "held_out") and x is not None
-            else f"{x:,.0f}" if isinstance(x, float) else "-" if x is None else str(x)
-            for n, x in ((n, run.get(n)) for n in names)
-        ])  # fmt: skip
-    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
-    return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in cells)
+    spelled = {n: "{:,.4f}" if n in ("loss", "held_out") else "{:,.0f}" for n in names[1:-1]}
+    rows = [
+        {"loss": run.get("ended"), **run, **{n: s.format(run[n]) for n, s in spelled.items() if run.get(n) is not None}}
+        for run in order
+    ]
+    return table(rows, names)
 
 
 def again(config: Train, folder: Path, swept: str = "") -> str:

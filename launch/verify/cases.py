@@ -11,14 +11,28 @@ from ringattn.spec import AttentionSpec, Docs
 
 
 @dataclass(frozen=True)
-class Case:
-    """One attention call over ring x ulysses ranks."""
+class Placed:
+    """One call over ring x ulysses ranks."""
 
     name: str
     ring: int = 4
     ulysses: int = 1
     strategy: str = "ring"
     layout: str = "zigzag"
+
+    @property
+    def table_row(self) -> str:
+        """The row of a table that it belongs to."""
+        return f"{self.ring:>4} {self.ulysses:>7} {self.strategy:<8} {self.layout:<12}"
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
+
+
+@dataclass(frozen=True)
+class Case(Placed):
+    """One attention call."""
+
     spec: AttentionSpec = field(default_factory=AttentionSpec)
     seq_len: int = 61  # a prime: no number of ranks divides it
     key_len: int | None = None
@@ -65,11 +79,6 @@ class Case:
         return None if self.key_lengths is None else Docs.from_lengths(self.key_lengths, pad_to=self.key_len)
 
     @property
-    def place(self) -> str:
-        """The row of a table that it belongs to."""
-        return f"{self.ring:>4} {self.ulysses:>7} {self.strategy:<8} {self.layout:<12}"
-
-    @property
     def crossed(self) -> bool:
         """Whether keys are a sequence of another length, which some layouts refuse."""
         return self.key_len not in (None, self.seq_len)
@@ -81,9 +90,6 @@ class Case:
             return Docs.from_lengths(self.dealt, pad_to=self.seq_len)
         docs = self.mask or self.docs
         return docs.first if self.layout == "balanced" and docs is not None else None
-
-    def __str__(self) -> str:
-        return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
 
 
 class Truth(NamedTuple):

@@ -313,7 +313,7 @@ def rows(outcomes: list[Outcome], results: Sequence[str] | None) -> list[str]:
     lines = [f"{head}{'cases':>6}" + "".join(f"{n:>9}" for n in names) + "  result"]
     by_place: dict[str, list[Outcome]] = {}
     for o in outcomes:
-        by_place.setdefault(o.case.place, []).append(o)
+        by_place.setdefault(o.case.table_row, []).append(o)
     for where, here in by_place.items() if results else sorted(by_place.items()):
         worst = [max((o.errors[n] for o in here if n in o.errors), default=None) for n in names]
         cells = "".join(f"{'-':>9}" if w is None else f"{w:>9.1e}" for w in worst)

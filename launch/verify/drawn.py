@@ -60,7 +60,7 @@ class Call:
         return "linear" if isinstance(self.case, linear_oracle.Case) else "cache" if self.steps else "attention"
 
     @property
-    def place(self) -> str:
+    def table_row(self) -> str:
         return f"{self.kind:<11}{str(self.dtype).removeprefix('torch.'):<10}"
 
     def __str__(self) -> str:
@@ -264,7 +264,9 @@ def linear(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dt
     layout = r.choice(("contiguous", "zigzag", "balanced") if ring > 1 else ("contiguous", "zigzag"))
     way = "auto" if layout == "balanced" else r.choice(WAYS)
     G, beta = r.choice([n for n in range(1, H + 1) if H % n == 0]), r.random() < 0.6
-    case = linear_oracle.Case("random", gate, lengths, T, ring, ulysses, way, layout, beta, G)
+    case = linear_oracle.Case(
+        "random", ring, ulysses, way, layout, gate=gate, lengths=lengths, seq_len=T, beta=beta, key_heads=G
+    )
     shapes: dict[str, tuple[int, ...]] = {"q": (B, T, G, K), "k": (B, T, G, K), "v": (B, T, H, V), "dout": (B, T, H, V)}
     shapes |= {"state": (B, H, K, V), "dend": (B, H, K, V)}
     if gate:

@@ -14,7 +14,7 @@ from ringattn.choosing import factored
 from ringattn.kernels.linear import TABLE as TABLE
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import recurrent
-from ringattn.launch.verify.cases import Truth
+from ringattn.launch.verify.cases import Placed, Truth
 from ringattn.launch.verify.oracle import error, local, off
 from ringattn.segments import WAYS
 
@@ -23,17 +23,13 @@ Lengths = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call over ring x ulysses ranks; `strategy` is how its states travel."""
+class Case(Placed):
+    """One call of linear attention; `strategy` is how its states travel."""
 
-    name: str
+    strategy: str = "gather"
     gate: str | None = "channel"
     lengths: Lengths | None = None  # of packed documents
     seq_len: int = 61  # a prime: no number of ranks divides it
-    ring: int = 4
-    ulysses: int = 1
-    strategy: str = "gather"
-    layout: str = "zigzag"
     beta: bool = False  # the delta rule
     key_heads: int = H
     states: bool = False  # one a document
@@ -42,14 +38,6 @@ class Case:
     def rule(self) -> dict[str, Any]:
         """What `inputs` and `truth` are named by, beside the gate."""
         return {"beta": self.beta, "key_heads": self.key_heads, "states": states_of(self.lengths) if self.states else B}
-
-    @property
-    def place(self) -> str:
-        """The row of a table that it belongs to."""
-        return f"{self.ring:>4} {self.ulysses:>7} {self.strategy:<8} {self.layout:<12}"
-
-    def __str__(self) -> str:
-        return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
 
 
 FEATURES = (

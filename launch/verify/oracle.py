@@ -76,8 +76,8 @@ def on_branches(case: Case, batch_row: int) -> Tensor:
         while parents[branch[0]] >= 0:
             branch.insert(0, parents[branch[0]])
         tokens = torch.tensor([t for s in branch for t, its in enumerate(of) if its == s])
-        place = (tokens == query).nonzero()[0]
-        allowed[query, tokens] = near(case.spec, place, torch.arange(len(tokens)))
+        position = (tokens == query).nonzero()[0]
+        allowed[query, tokens] = near(case.spec, position, torch.arange(len(tokens)))
     return allowed
 
 

@@ -17,11 +17,11 @@ PLANS: Any = WeakIdKeyDictionary()  # by group, as long as it lives
 
 def plan_over(
     group: Any, device: str, local_len: int, layout: str, strategy: str = "ring", local_keys: int | None = None,
-    axis: str = "ring", cut: Docs | None = None,
+    axis: str = "ring", docs: Docs | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of sequences of which every rank of the group holds `local_len` tokens: the same one each time.
 
-    With `cut` that of a sequence of these documents, each of which is cut over all ranks.
+    With `docs` that of a sequence of these documents, each of which is cut over all ranks.
 
     The group is a process group (or None for all ranks), which becomes this axis, or a mesh with axes "ring" and/or
     "ulysses".
@@ -41,13 +41,13 @@ def plan_over(
             mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(axis,))
         plans[0] = choosing.plan(mesh, seq_len=1, layout=layout, strategy=strategy)  # keeps the axes
     lengths = local_len, local_len if local_keys is None else local_keys
-    kind = (*lengths, cut)
+    kind = (*lengths, docs)
     if kind not in plans:
         if len(plans) > MOST:
             del plans[list(plans)[1]]
         ranks = plans[0].ring * plans[0].ulysses
         whole = plans[0].for_length(lengths[0] * ranks, key_len=lengths[1] * ranks)
-        plans[kind] = whole if cut is None else whole.for_docs(cut)
+        plans[kind] = whole if docs is None else whole.for_docs(docs)
     plan: Plan = plans[kind]
     if (plan.local_len, plan.keys.local_len) != lengths:
         raise ValueError(f"{local_len} tokens a rank: {layout} needs an even number, two parts of the same length")

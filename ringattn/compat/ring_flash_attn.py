@@ -164,7 +164,7 @@ def of_cut_documents(layout: str) -> Function:
         if problem := of_cut(q, k, v, local, layout):
             refuse(problem, plan)
         docs = docs_over(plan.ring, tuple(local))
-        plan = plan_over(options.group, q.device.type, len(q), layout, cut=docs)
+        plan = plan_over(options.group, q.device.type, len(q), layout, docs=docs)
         return packed(q, k, v, plan, spec, docs, options)
 
     return function

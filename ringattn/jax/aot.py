@@ -139,7 +139,7 @@ def aot_report(
         raise ValueError(f"linear={linear!r}: choose gated or delta, or leave it out for attention")
     if linear and spec not in (None, AttentionSpec()):
         raise ValueError(f"linear={linear!r} has no mask but documents, and no softcap; leave out {spec}")
-    bound = place(topology, plan)
+    bound = bound_to(topology, plan)
     batch *= bound.ring_axis.mesh.shape["data"]
     if cache is not None:
         if linear or docs is not None:
@@ -195,7 +195,7 @@ def of_cache(plan: Plan, tokens: int, batch: int, dtype: str, spec: AttentionSpe
     return compiled("prefill", prefill, [there, *chunk], True), compiled("decode", decode, [there, *token], True)
 
 
-def place(topology: str, plan: Plan) -> Plan:
+def bound_to(topology: str, plan: Plan) -> Plan:
     """The same plan on the devices of a topology; devices beyond ring x ulysses form a data axis."""
     devices = topology_devices(topology)
     need = plan.ring * plan.ulysses
@@ -239,7 +239,7 @@ def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: st
         array(q.shape[1:2], "int32"),
     )
     allowed = VMEM.get(generation(mesh) or (0, 0), USUAL)
-    found = {}
+    verdicts = {}
     for size in blocks:
         given: dict[str, Any] = {"scale": 1.0, "blocks": Blocks(*size, allowed)}
 
@@ -251,12 +251,12 @@ def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: st
         whole = jax.shard_map(both, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
         try:
             jax.jit(whole).lower(q, k, v, dout, lse, end).compile()
-            found["x".join(map(str, size))] = "fits"
+            verdicts["x".join(map(str, size))] = "fits"
         except ValueError as error:
-            found["x".join(map(str, size))] = str(error)
+            verdicts["x".join(map(str, size))] = str(error)
         except jax.errors.JaxRuntimeError as error:
-            found["x".join(map(str, size))] = too_much(str(error))
-    return found
+            verdicts["x".join(map(str, size))] = too_much(str(error))
+    return verdicts
 
 
 def too_much(words: str) -> str:
@@ -351,9 +351,9 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def first_bytes(shapes: str) -> int:
     """The bytes of the first array of a tuple's text: what a hop sends."""
-    found = SHAPE.search(shapes)
-    if found is None:
+    match = SHAPE.search(shapes)
+    if match is None:
         return 0
-    kind, dims = found.groups()
+    kind, dims = match.groups()
     bits = {"pred": 8, "bf16": 16}.get(kind) or int(kind[1:])
     return int(np.prod([int(d) for d in dims.split(",") if d], dtype=np.int64)) * bits // 8

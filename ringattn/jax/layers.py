@@ -33,9 +33,9 @@ def rope(x_BTHD: Array, positions_T: Array, theta: float = 10000.0) -> Array:
     """
     D, digits = x_BTHD.shape[-1], []
     rates = theta ** -(np.arange(0, D, 2) / D)
-    for place in range(4):  # positions have 31 bits
-        angles = np.arange(DIGIT if place < 3 else 2)[:, None] * float(DIGIT**place) * rates
-        at = (positions_T // DIGIT**place) % DIGIT
+    for digit in range(4):  # positions have 31 bits
+        angles = np.arange(DIGIT if digit < 3 else 2)[:, None] * float(DIGIT**digit) * rates
+        at = (positions_T // DIGIT**digit) % DIGIT
         cos, sin = (jnp.asarray(f(angles), accumulator(x_BTHD))[at] for f in (np.cos, np.sin))
         digits.append((cos, sin))
     cos, sin = reduce(lambda a, b: (a[0] * b[0] - a[1] * b[1], a[1] * b[0] + a[0] * b[1]), digits)
@@ -68,8 +68,8 @@ def causal_convolution(x_BTC: Array, weight_CW: Array, plan: Plan | None = None,
 def start_of(positions_T: Array, docs: Docs) -> Array:
     """Where the document of each token begins, [rows, T]."""
     starts = jnp.asarray(docs.starts)
-    found = jax.vmap(lambda row: jnp.searchsorted(row, positions_T, side="right") - 1)(starts)
-    return jnp.take_along_axis(starts, found, 1)
+    document = jax.vmap(lambda row: jnp.searchsorted(row, positions_T, side="right") - 1)(starts)
+    return jnp.take_along_axis(starts, document, 1)
 
 
 def token_mean(

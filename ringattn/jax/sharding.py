@@ -82,10 +82,10 @@ def dim_of(x: Array, dim: int) -> int:
     """The dim, counted from the first one, of an array that has it."""
     if not isinstance(x, (Array, np.ndarray)):
         raise ValueError(f"x is of type {type(x).__name__}; expected a jax array, as the plan is for a jax mesh")
-    found = whole(dim)
-    if found is None or not -x.ndim <= found < x.ndim:
+    number = whole(dim)
+    if number is None or not -x.ndim <= number < x.ndim:
         raise ValueError(f"dim={dim!r}: x has shape {x.shape}; say which of its {x.ndim} dims is the sequence")
-    return found % x.ndim
+    return number % x.ndim
 
 
 def positions(plan: Plan, docs: Docs | None = None) -> Array:
@@ -200,8 +200,8 @@ def spec_of(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> P:
 def cuts_of(x: Array, mesh: Mesh | AbstractMesh, taken: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The axes of the mesh, other than those taken, that are known to cut each dim: by its type, or as data lies."""
     there = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    known = there if isinstance(there, NamedSharding) and there.mesh.shape_tuple == mesh.shape_tuple else None
-    cuts = [names_of(cut) for cut in known.spec] if known is not None else []
+    named = there if isinstance(there, NamedSharding) and there.mesh.shape_tuple == mesh.shape_tuple else None
+    cuts = [names_of(cut) for cut in named.spec] if named is not None else []
     return [tuple(name for name in cut if name not in taken) for cut in [*cuts, *[()] * (x.ndim - len(cuts))]]
 
 
@@ -240,9 +240,9 @@ def names_of(cut: Any) -> tuple[str, ...]:
 
 
 def over_mesh(
-    work: Any, mesh: Mesh | AbstractMesh, given: Any, found: Any, check_vma: bool = True, free: bool = True
+    work: Any, mesh: Mesh | AbstractMesh, given: Any, results: Any, check_vma: bool = True, free: bool = True
 ) -> Any:
-    """A program: `work` on every device; arguments are moved to the specs `given`, results have the specs `found`.
+    """A program: `work` on every device; arguments are moved to the specs `given`, results have the specs `results`.
 
     If `free`, automatic axes that no spec names, except the data axis, stay the compiler's: what they cut stays cut.
     """
@@ -251,7 +251,7 @@ def over_mesh(
     left = left if free else set()
     some = left or mesh.manual_axes
     named = set(mesh.axis_names) - set(mesh.manual_axes) - left if some else set()  # empty: all but those of a vmap
-    inner = jax.shard_map(work, mesh=mesh, in_specs=given, out_specs=found, check_vma=check_vma, axis_names=named)
+    inner = jax.shard_map(work, mesh=mesh, in_specs=given, out_specs=results, check_vma=check_vma, axis_names=named)
 
     def there(x: Array | None, spec: P) -> Array | None:
         return None if x is None else resharded(x, mesh, spec)
@@ -304,13 +304,13 @@ class Placed(NamedTuple):
 
 def placed_alike(q: Array, k: Array, v: Array) -> Placed | None:
     """The sharding of q, k and v, if they are on a mesh; None on one device, and for local arrays inside shard_map."""
-    found = {name: placement(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
-    if any(at is not None and isinstance(at.mesh, AbstractMesh) for at in found.values()):  # some are traced
-        found = {name: at and at._replace(mesh=at.mesh.abstract_mesh) for name, at in found.items()}
-    if len(set(found.values())) > 1:
-        cuts = "; ".join(f"{name}: {'one device' if at is None else at}" for name, at in found.items())
+    placements = {name: placement(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    if any(at is not None and isinstance(at.mesh, AbstractMesh) for at in placements.values()):  # some are traced
+        placements = {name: at and at._replace(mesh=at.mesh.abstract_mesh) for name, at in placements.items()}
+    if len(set(placements.values())) > 1:
+        cuts = "; ".join(f"{name}: {'one device' if at is None else at}" for name, at in placements.items())
         raise ValueError(f"without a plan, q, k and v need equal shardings, but are cut by {cuts}; use jax.reshard")
-    return found["q"]
+    return placements["q"]
 
 
 def placement(name: str, x: Array) -> Placed | None:

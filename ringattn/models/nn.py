@@ -149,8 +149,8 @@ class StreamingAttention(Attention):
         with torch.device("meta"):
             width = layer.q.in_features
             made = cls(width, layer.heads, layer.kv_heads, layer.head_dim, layer.spec, layer.theta, max_len)
-        for name, part in layer.named_children():
-            setattr(made, name, part)
+        for name, module in layer.named_children():
+            setattr(made, name, module)
         return made
 
     @torch.no_grad()

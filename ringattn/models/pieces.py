@@ -31,9 +31,9 @@ def in_pieces(
     if given[0].shape[1] <= tokens:
         return function(*given)
     if not torch.is_grad_enabled():
-        return torch.cat([function(*piece) for piece in split(given, tokens)], 1)
+        return torch.cat([function(*some) for some in split(given, tokens)], 1)
     if weights is None or torch.compiler.is_compiling() or not all(w.is_leaf for w in weights):  # views, as FSDP1 has
-        return torch.cat([checkpoint(function, *piece, use_reentrant=False) for piece in split(given, tokens)], 1)
+        return torch.cat([checkpoint(function, *some, use_reentrant=False) for some in split(given, tokens)], 1)
     kept = Kept.apply(torch.empty(0, requires_grad=True), *given)
     return Pieces.apply([kept], function, tokens, len(given), *given, *weights)
 
@@ -64,12 +64,12 @@ class Pieces(torch.autograd.Function):
         ctx.kept, ctx.function, ctx.tokens, ctx.weights = kept, function, tokens, weights
         ctx.cast = autocast_of(given[0].device.type)
         first, *others = split(given, tokens)
-        part = function(*first)
-        out = part.new_empty(part.shape[0], given[0].shape[1], *part.shape[2:])
+        filled = function(*first)
+        out = filled.new_empty(filled.shape[0], given[0].shape[1], *filled.shape[2:])
         places = out.split(tokens, 1)
-        places[0].copy_(part)
-        for place, piece in zip(places[1:], others, strict=True):
-            place.copy_(function(*piece))
+        places[0].copy_(filled)
+        for room, some in zip(places[1:], others, strict=True):
+            room.copy_(function(*some))
         return out
 
     @staticmethod
@@ -82,14 +82,14 @@ class Pieces(torch.autograd.Function):
         weights = [w for w, want in zip(ctx.weights, wants[len(given) :], strict=True) if want]
         sums: list[Any] = [None] * len(weights)
         with ctx.cast(), torch.enable_grad():
-            for i, (*piece, d) in enumerate(split([*given, dout], ctx.tokens)):
-                asked = [x.requires_grad_() for x, g in zip(piece, grads, strict=True) if g is not None] + weights
-                out = ctx.function(*piece)
+            for i, (*some, d) in enumerate(split([*given, dout], ctx.tokens)):
+                asked = [x.requires_grad_() for x, g in zip(some, grads, strict=True) if g is not None] + weights
+                out = ctx.function(*some)
                 if i == 0:
                     refuse_others(out, asked)
                 of_piece = torch.autograd.grad(out, asked, d, allow_unused=True)
-                for place, g in zip(places[i] if places else (), of_piece, strict=False):
-                    place.copy_(g)
+                for room, g in zip(places[i] if places else (), of_piece, strict=False):
+                    room.copy_(g)
                 sums = [added(total, g) for total, g in zip(sums, of_piece[len(asked) - len(weights) :], strict=True)]
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.kept = None  # frees what was kept

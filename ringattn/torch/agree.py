@@ -74,7 +74,7 @@ def refuse(problem: str, plan: Any) -> NoReturn:
 
 def together(parts: list[list[Entry]]) -> list[Entry]:
     """The entries that several ranks collected, as one list."""
-    return [entry for part in parts for entry in part]
+    return [entry for entries in parts for entry in entries]
 
 
 def kind_of(words: Words) -> tuple[Any, ...]:

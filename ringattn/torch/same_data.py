@@ -27,7 +27,7 @@ class Seen:
     """What this rank sharded since the last comparison, and the comparison in flight."""
 
     steps: int = 0
-    cut: list[tuple[int, Tensor]] = field(default_factory=list)  # with the thread: one that loads ahead has no step
+    checked: list[tuple[int, Tensor]] = field(default_factory=list)  # with the thread: one that loads ahead has no step
     flying: tuple[Tensor, Any] | None = None  # [ring, ulysses, (count, checksum)] on the host, valid after the event
 
     @property
@@ -44,9 +44,9 @@ def note(x: Tensor, plan: Plan) -> None:
     if torch.compiler.is_compiling() or plan.ring * plan.ulysses == 1 or not plain(x):
         return
     seen = seen_of(plan)
-    if seen.due and len(seen.cut) <= MOST:
+    if seen.due and len(seen.checked) <= MOST:
         docs = 0 if plan.docs is None else zlib.crc32(plan.docs.encoded.tobytes())
-        seen.cut.append((threading.get_ident(), checksum(x) + docs))
+        seen.checked.append((threading.get_ident(), checksum(x) + docs))
 
 
 def plain(x: Tensor) -> bool:
@@ -72,9 +72,9 @@ def checksum(x: Tensor) -> Tensor:
 def taken(plan: Plan) -> list[Tensor]:
     """The checksums of this thread since the last call, which are then dropped; empty if there were too many."""
     seen, me = seen_of(plan), threading.get_ident()
-    mine = [x for thread, x in seen.cut if thread == me]
-    full = len(seen.cut) > MOST
-    seen.cut = [] if full else [(thread, x) for thread, x in seen.cut if thread != me]
+    mine = [x for thread, x in seen.checked if thread == me]
+    full = len(seen.checked) > MOST
+    seen.checked = [] if full else [(thread, x) for thread, x in seen.checked if thread != me]
     return [] if full else mine
 
 

@@ -47,7 +47,7 @@ FEW = 4  # so many packed documents are calls of their own
 MANY = 32  # and so many are one call: its lse takes memory for all of its tokens in each document
 
 
-def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...] | None:
+def rectangles(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...] | None:
     """Host intervals [rows, T] as few rectangles of cuDNN's masks, or None."""
     if (begin == begin[:1]).all() and (end == end[:1]).all() and (form := form_of(begin[0], end[0])):
         queries = len(range(form.queries.stop)[form.queries])
@@ -189,14 +189,14 @@ def places(starts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 def unpadded(lse: Array, starts: tuple[int, ...], batch: int) -> Array:
     """[B, T, H] of the lse as cuDNN has it with packed documents, [B * documents, H, T]."""
-    own, place = places(starts)
-    return lse.reshape(batch, -1, *lse.shape[1:])[:, own, :, place].swapaxes(0, 1)
+    own, at = places(starts)
+    return lse.reshape(batch, -1, *lse.shape[1:])[:, own, :, at].swapaxes(0, 1)
 
 
 def padded(lse: Array, starts: tuple[int, ...]) -> Array:
     """The inverse of `unpadded`."""
-    (B, T, H), (own, place) = lse.shape, places(starts)
-    by_document = jnp.zeros((B, len(starts) - 1, H, T), lse.dtype).at[:, own, :, place].set(lse.swapaxes(0, 1))
+    (B, T, H), (own, at) = lse.shape, places(starts)
+    by_document = jnp.zeros((B, len(starts) - 1, H, T), lse.dtype).at[:, own, :, at].set(lse.swapaxes(0, 1))
     return by_document.reshape(-1, H, T)
 
 

@@ -76,29 +76,29 @@ def backward_over(
     for queries, keys, mask in rectangles:
         here = jax.tree.map(lambda x, at=queries: x[:, at], rows)
         parts = backward(q[:, queries], k[:, keys], v[:, keys], here, mask)
-        ats, alone = (queries, keys, keys), len(rectangles) == 1
-        totals = tuple(accumulated(*x, alone) for x in zip(totals, parts, ats, (q, k, v), strict=True))
+        ats, single = (queries, keys, keys), len(rectangles) == 1
+        totals = tuple(accumulated(*x, single) for x in zip(totals, parts, ats, (q, k, v), strict=True))
     missing = (jnp.zeros(x.shape, accumulator(x)) if t is None else t for t, x in zip(totals, (q, k, v), strict=True))
     dq, dk, dv = vary(tuple(missing), axes_of(q, k, v, rows))
     return dq, dk, dv
 
 
-def accumulated(total: Array | None, part: Array, at: slice, like: Array, alone: bool) -> Array:
-    """total with `part` added to its [:, at], in float32; without a total, the part with zeros around it."""
-    part = part.astype(accumulator(like))
+def accumulated(total: Array | None, grad: Array, at: slice, like: Array, single: bool) -> Array:
+    """total with `grad` added to its [:, at], in float32; without a total, the part with zeros around it."""
+    grad = grad.astype(accumulator(like))
     if total is None:
-        return around(part, at, like)
-    return total + around(part, at, like) if alone else put(total, at, total[:, at] + part)
+        return around(grad, at, like)
+    return total + around(grad, at, like) if single else put(total, at, total[:, at] + grad)
 
 
-def around(part: Array, at: slice, like: Array, fill: float = 0.0) -> Array:
-    """`part` as the [:, at] of an array with as many tokens as `like`, with `fill` elsewhere.
+def around(grad: Array, at: slice, like: Array, fill: float = 0.0) -> Array:
+    """`grad` as the [:, at] of an array with as many tokens as `like`, with `fill` elsewhere.
 
     Adding that to a total is one pass over it. To update the total in place, a branch of a `switch` must copy it first,
     since all branches get it; that is faster only with several parts.
     """
-    edges = [(0, 0), (at.start, like.shape[1] - at.stop)] + [(0, 0)] * (part.ndim - 2)
-    return jnp.pad(part, edges, constant_values=fill)
+    edges = [(0, 0), (at.start, like.shape[1] - at.stop)] + [(0, 0)] * (grad.ndim - 2)
+    return jnp.pad(grad, edges, constant_values=fill)
 
 
 def put(total: Array, at: slice, value: Array) -> Array:

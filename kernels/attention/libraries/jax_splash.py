@@ -32,7 +32,7 @@ def refuses(problem: Problem) -> str | None:
         return f"is a TPU kernel (interpreted on CPUs), and the device is {problem.device}"
     if problem.dtype not in (("bfloat16",) if problem.device == "tpu" else ("bfloat16", "float32")):
         return f"takes bfloat16 (and float32 on CPUs; a TPU would round it), not {problem.dtype}"
-    return None if problem.known else "needs a mask known before the program runs, and these documents are traced"
+    return None if problem.static else "needs a mask known before the program runs, and these documents are traced"
 
 
 def options(problem: Problem) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Fixed:
         return begin, end
 
 
-def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...]:
+def rectangles(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...]:
     """The whole step as one rectangle, with its intervals as the mask; no rectangle if no query sees a key."""
     if (begin >= end).all():
         return ()

@@ -61,7 +61,9 @@ def over_rectangles(
         rectangles = cut_into(where, q_BTHD, k_BSGD, v_BSGV)
 
         def run(queries: slice, keys: slice, mask: Any) -> Partial:
-            out, lse = forward(cut(q_BTHD, queries), cut(k_BSGD, keys), cut(v_BSGV, keys), mask, scale, **given)
+            out, lse = forward(
+                sliced(q_BTHD, queries), sliced(k_BSGD, keys), sliced(v_BSGV, keys), mask, scale, **given
+            )
             return Partial(out, in_dtype(lse, fine(q_BTHD)))
 
         if carry is None and is_one(rectangles, q_BTHD):
@@ -83,27 +85,29 @@ def over_rectangles(
 
     def gradients(
         tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, alone: bool = False,
+        into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, final: bool = False,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         """One vendor call for each rectangle; if one is the whole step, its gradients are as the vendor gives them."""
         given = options(softcap)
         rectangles = cut_into(where, *tensors, True)
         if rows.out is None and not rectangles_of:
-            return own_kernel(tensors[0]).backward(tensors, where, rows, want, into, scale=scale, alone=alone)
+            return own_kernel(tensors[0]).backward(tensors, where, rows, want, into, scale=scale, final=final)
         q_BTHD, k_BSGD, v_BSGV, dout = map(unit_stride, (*tensors, rows.dout))
         out = None if rows.out is None else unit_stride(rows.out)
 
         def run(queries: slice, keys: slice, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
-            some = [None if x is None else cut(x, queries) for x in (dout, q_BTHD, out, rows.lse)]
-            more = {"delta": cut(rows.delta, queries)} if out is None and rows.delta is not None else {}
-            return backward(*some[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *some[2:], mask, scale, **given, **more)
+            some = [None if x is None else sliced(x, queries) for x in (dout, q_BTHD, out, rows.lse)]
+            more = {"delta": sliced(rows.delta, queries)} if out is None and rows.delta is not None else {}
+            return backward(
+                *some[:2], sliced(k_BSGD, keys), sliced(v_BSGV, keys), *some[2:], mask, scale, **given, **more
+            )
 
         if is_one(rectangles, q_BTHD) and covers(rectangles[0].keys, k_BSGD):
             return run(*rectangles[0])
         sums = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
         for queries, keys, mask in largest_first(rectangles):
-            for total, part, at in zip(sums, run(queries, keys, mask), (queries, keys, keys), strict=True):
-                total.add(part, at)
+            for total, grad, at in zip(sums, run(queries, keys, mask), (queries, keys, keys), strict=True):
+                total.add(grad, at)
         return sums
 
     def rounds(where: Intervals) -> bool:
@@ -112,7 +116,7 @@ def over_rectangles(
     return TorchKernel(attend, gradients, refuses, with_out, rounds=rounds, fills=fills)
 
 
-def cut(x: Tensor, rows: slice) -> Tensor:
+def sliced(x: Tensor, rows: slice) -> Tensor:
     """These rows of a tensor; the tensor itself if they are all."""
     return x if covers(rows, x) else x[:, rows]
 

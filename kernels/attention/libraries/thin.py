@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.attention.libraries.rectangles import cut, own_kernel
+from ringattn.kernels.attention.libraries.rectangles import own_kernel, sliced
 from ringattn.kernels.intervals import Intervals, extent, within
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
@@ -77,19 +77,19 @@ def with_thin(kernel: TorchKernel) -> TorchKernel:
         few = thin(where) if carry is not None else None
         if few is None:
             return kernel.attend(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
-        k, v = cut(k, few.keys), cut(v, few.keys)
+        k, v = sliced(k, few.keys), sliced(v, few.keys)
         return own_kernel(q).attend(q, k, v, few.where, carry=carry, out_dtype=out_dtype or accumulator(q), **score)
 
     def gradients(
         tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NONE, *, alone: bool = False, **score: Any,
+        into: tuple[Any, Any, Any] = NONE, *, final: bool = False, **score: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         q, k, v = tensors
-        few = None if alone else thin(where)
+        few = None if final else thin(where)
         n = few.rows if few is not None and len(q) == 1 else 1
         if few is None or not (few.sparse or n > 1):
-            return kernel.backward(tensors, where, rows, want, into, alone=alone, **score)
-        k, v = cut(k, few.keys), cut(v, few.keys)
+            return kernel.backward(tensors, where, rows, want, into, final=final, **score)
+        k, v = sliced(k, few.keys), sliced(v, few.keys)
         where, dq = few.where, into[0]
         if n > 1:
             k, v = (x.expand(n, -1, -1, -1) for x in (k, v))

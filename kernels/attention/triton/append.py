@@ -55,11 +55,11 @@ def local_index(position, origin, block, round, mine):
 
 def append(
     k_BTGD: Tensor, v_BTGV: Tensor, into_k: Tensor, into_v: Tensor, lengths_B: Tensor,
-    place: tuple[int, int, int, int], *, causal: bool = True, window: int | None = None,
+    where: tuple[int, int, int, int], *, causal: bool = True, window: int | None = None,
 ) -> Intervals:  # fmt: skip
     """Store the tokens at positions `lengths` to `lengths + T` of every row, those that this rank holds.
 
-    `place` is (origin, block, round, mine), as above. `lengths` does not change. Tokens past the end of the cache are
+    `where` is (origin, block, round, mine), as above. `lengths` does not change. Tokens past the end of the cache are
     dropped. Returns the intervals of local indices that queries at these positions see.
     """
     B, T, G, D = k_BTGD.shape
@@ -71,7 +71,7 @@ def append(
     tensors = k_BTGD, v_BTGV, lengths_B, into_k, into_v, begin, end
     Launch(
         append_kernel, (T, B, 1), k_BTGD.device,
-        (*strides, T, S, G, D, V, *place, min(window or 0, FARTHEST), *constants),
+        (*strides, T, S, G, D, V, *where, min(window or 0, FARTHEST), *constants),
         (k_BTGD.dtype, kind_of((*strides, D, V)), constants), num_warps=4,
     )(*tensors)  # fmt: skip
     return Intervals(begin, end)

@@ -130,8 +130,8 @@ def spans_kernel(
     lo = count_below(end_ptr, first + 1, T, steps) // 4 * 4
     hi = tl.maximum(lo, count_below(begin_ptr, tl.minimum(stop, last), T, steps))
     full = count_below(end_ptr, stop, T, steps)
-    part = count_below(begin_ptr, first + 1, T, steps)
-    head, tail, count = phases(lo, hi, full, part, QUERIES)
+    partly = count_below(begin_ptr, first + 1, T, steps)
+    head, tail, count = phases(lo, hi, full, partly, QUERIES)
     middle = tl.maximum(tail - head, 1)
     apart = (first - lo) // QUERIES % middle
     turn = tl.minimum(head + tl.where(apart < 0, apart + middle, apart), tail)
@@ -148,21 +148,21 @@ def spans_kernel(
 SPAN = 8  # numbers of a block, one of them unused
 
 
-def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
+def spans(where: Intervals, length: int, config: Tile) -> Tensor:
     """For each block of keys: lo, hi, 0, head, turn, tail, count; the queries [lo, hi) see it, and are `count` tiles.
 
     Tiles [0, head) and [tail, count) are masked. The middle starts at `turn`, and ends with the tiles before `turn`.
     Blocks that run at the same time would otherwise load the same queries at the same time, which takes a tenth longer.
     So each block starts one tile after the block before it. Under a causal mask they do so anyway, and turn is head.
     """
-    cache, sizes = where.made, (length, cut.queries, cut.keys)
+    cache, sizes = where.made, (length, config.queries, config.keys)
     if cache is not None and sizes in cache:
         return cache[sizes]
     begin, end, rows_st = rows_of(where)
-    (rows, T), blocks = begin.shape, cdiv(length, cut.keys)
+    (rows, T), blocks = begin.shape, cdiv(length, config.keys)
     table = torch.empty(rows, blocks, SPAN, dtype=torch.int32, device=begin.device)
     numbers = (rows_st, T, length, blocks, T.bit_length())
-    constants = {"QUERIES": cut.queries, "KEYS": cut.keys, "LANES": 32, "WIDTH": SPAN}
+    constants = {"QUERIES": config.queries, "KEYS": config.keys, "LANES": 32, "WIDTH": SPAN}
     launch(spans_kernel, (cdiv(blocks, 32), rows), (begin, end, table), numbers, **constants)
     if cache is not None and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
         cache[sizes] = table  # not during a capture: the memory of a table made there belongs to the graph
@@ -374,10 +374,10 @@ def stats_of(rows: Rows) -> Tensor:
 
 def flash_backward(
     tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-    into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, alone: bool = False,
+    into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, final: bool = False,
     table: Table | None = None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """The gradients that are wanted, in float32 or, `alone`, in the inputs' dtypes; those of k and v come together."""
+    """The gradients that are wanted, in float32 or, `final`, in the inputs' dtypes; those of k and v come together."""
     q, k, v = tensors
     begin, end, rows_st = rows_of(where)
     inputs = (q, k, v, begin, end, rows.dout)
@@ -386,21 +386,21 @@ def flash_backward(
     key = (
         q.shape, v.shape, q.device, q.dtype, k.dtype, v.dtype, rows.dout.dtype,
         q.stride(), k.stride(), v.stride(), rows.dout.stride(), rows_st, are_aligned(q, k, v, rows.dout),
-        scale, softcap, alone, *[None if x is None else (x.dtype, x.stride()) for x in into],
+        scale, softcap, final, *[None if x is None else (x.dtype, x.stride()) for x in into],
     )  # fmt: skip
     dq, dk, dv = [
         None if i not in want
-        else torch.empty_like(x, dtype=x.dtype if alone else torch.float32, memory_format=torch.contiguous_format)
+        else torch.empty_like(x, dtype=x.dtype if final else torch.float32, memory_format=torch.contiguous_format)
         if into[i] is None else into[i]
         for i, x in enumerate(tensors)
     ]  # fmt: skip
     launches = LAUNCHES.get(key) if table is None else None
     if launches is None:
-        launches = launches_of(inputs, rows_st, scale, softcap, alone, into, table)
+        launches = launches_of(inputs, rows_st, scale, softcap, final, into, table)
         if table is None:
             LAUNCHES.keep(key, launches)
     if dk is not None and dv is not None:
-        launches.dkdv(*inputs, stats, spans(where, k.shape[1], launches.cut), dk, dv)
+        launches.dkdv(*inputs, stats, spans(where, k.shape[1], launches.config), dk, dv)
     if dq is not None:
         launches.dq(*inputs, stats, dq)
     return dq, dk, dv
@@ -411,41 +411,41 @@ class Launches(NamedTuple):
 
     dkdv: Launch
     dq: Launch
-    cut: Tile
+    config: Tile
 
 
 LAUNCHES = Kept()  # of `flash_backward`, by all that they depend on but addresses
 
 
 def launches_of(
-    inputs: tuple[Tensor, ...], rows_st: int, scale: float, softcap: float | None, alone: bool,
+    inputs: tuple[Tensor, ...], rows_st: int, scale: float, softcap: float | None, final: bool,
     into: tuple[Any, Any, Any], table: Table | None,
 ) -> Launches:  # fmt: skip
     """The launches of `flash_backward` for q, k, v, begin, end and dout of these shapes, dtypes and strides."""
     q, k, v, _, _, dout = inputs
     shape, device, dtypes = Shape.of(q, v), q.device, tuple([*[x.dtype for x in inputs], torch.float32])
     described = [x.stride() for x in (q, k, v, dout)]
-    cut = shape.tiles(device, q.itemsize, tuple(described), are_aligned(q, k, v, dout), table)
+    tiles = shape.tiles(device, q.itemsize, tuple(described), are_aligned(q, k, v, dout), table)
     strides, constants = (*described[:3], rows_st, described[3]), shape.constants(softcap, q.dtype, device)
     B, T, H, _ = dout.shape
     numbers = cdiv(T, 4) * 4, scale, *logits(scale, softcap)
     adds = [x is not None for x in into]
     dq, dk, dv = [
-        torch.empty_like(x, dtype=x.dtype if alone else torch.float32, device="meta",
+        torch.empty_like(x, dtype=x.dtype if final else torch.float32, device="meta",
                          memory_format=torch.contiguous_format) if y is None else y
         for x, y in zip((q, k, v), into, strict=True)
     ]  # fmt: skip
-    blocks = cdiv(shape.S, cut.dkdv.keys)
+    blocks = cdiv(shape.S, tiles.dkdv.keys)
     spans_st = blocks * SPAN if rows_st else 0
     dkdv = ready(
         dkdv_kernel, (blocks * B * shape.G,), device, (*dtypes, torch.int32, dk.dtype, dv.dtype),
-        (*strides, spans_st, dk.stride(), dv.stride(), T, shape.S, shape.G, blocks, *numbers), cut.dkdv,
-        **constants, QUERIES=cut.dkdv.queries, KEYS=cut.dkdv.keys, ADD_DK=adds[1], ADD_DV=adds[2], TMA=cut.dkdv.tma,
-        FAR=(H // shape.G - 1) * max(q.stride(2), dout.stride(2)) >= 2**31,
+        (*strides, spans_st, dk.stride(), dv.stride(), T, shape.S, shape.G, blocks, *numbers), tiles.dkdv,
+        **constants, QUERIES=tiles.dkdv.queries, KEYS=tiles.dkdv.keys, TMA=tiles.dkdv.tma,
+        ADD_DK=adds[1], ADD_DV=adds[2], FAR=(H // shape.G - 1) * max(q.stride(2), dout.stride(2)) >= 2**31,
     )  # fmt: skip
-    blocks = cdiv(T, cut.dq.queries)
+    blocks = cdiv(T, tiles.dq.queries)
     of_dq = ready(
         dq_kernel, (blocks * B * H,), device, (*dtypes, dq.dtype), (*strides, dq.stride(), T, H, blocks, *numbers),
-        cut.dq, **constants, QUERIES=cut.dq.queries, KEYS=cut.dq.keys, ADD=adds[0], TMA=cut.dq.tma,
+        tiles.dq, **constants, QUERIES=tiles.dq.queries, KEYS=tiles.dq.keys, ADD=adds[0], TMA=tiles.dq.tma,
     )  # fmt: skip
-    return Launches(dkdv, of_dq, cut.dkdv)
+    return Launches(dkdv, of_dq, tiles.dkdv)

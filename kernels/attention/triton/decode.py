@@ -162,8 +162,8 @@ def attend(
     A carry is one more partial in the merge; it is not overwritten.
     """
     parts = decode_splits(q_BTHD, k_BSGD, v_BSGV, where, scale, softcap)
-    alone = carry is None and parts.out.shape[0] == 1
-    part = Partial(parts.out[0], parts.lse[0]) if alone else merge_stack(parts, carry)
+    single = carry is None and parts.out.shape[0] == 1
+    part = Partial(parts.out[0], parts.lse[0]) if single else merge_stack(parts, carry)
     return part if out_dtype is None else Partial(part.out.to(out_dtype), part.lse)
 
 

@@ -182,12 +182,12 @@ def launch_of(
     """The launch of `attend` for tensors of these shapes, dtypes and strides."""
     (q, k, v), device = tensors[:3], tensors[0].device
     shape, strides = Shape.of(q, v), [x.stride() for x in (q, k, v)]
-    cut = shape.tiles(device, q.itemsize, tuple(strides), are_aligned(q, k, v), table).forward
-    blocks = cdiv(shape.T, cut.queries)
+    config = shape.tiles(device, q.itemsize, tuple(strides), are_aligned(q, k, v), table).forward
+    blocks = cdiv(shape.T, config.queries)
     return ready(
         forward_kernel, (blocks * shape.B * shape.H,), device, tuple([x.dtype for x in tensors]),
         (*strides, rows_st, *[x.stride() for x in tensors[5:]], shape.T, shape.S, shape.H, blocks,
-         *logits(scale, softcap)), cut,
-        **shape.constants(softcap, q.dtype, device), QUERIES=cut.queries, KEYS=cut.keys, CARRY=carry,
-        IN_PLACE=in_place, TMA=cut.tma, CAUSAL=causal,
+         *logits(scale, softcap)), config,
+        **shape.constants(softcap, q.dtype, device), QUERIES=config.queries, KEYS=config.keys, CARRY=carry,
+        IN_PLACE=in_place, TMA=config.tma, CAUSAL=causal,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from ringattn.kernels.linear.triton import gated
 from ringattn.kernels.linear.triton.delta_gradients import gradients_kernel, pairs_kernel
 from ringattn.kernels.linear.triton.delta_products import prepare_kernel
 from ringattn.kernels.linear.triton.delta_states import join_kernel, walk_kernel
-from ringattn.kernels.linear.triton.gated import CHANNEL, PART, Cut
+from ringattn.kernels.linear.triton.gated import CHANNEL, PART, Config
 from ringattn.kernels.protocol import LinearKernel
 from ringattn.kernels.triton import cdiv, launch, power_of_2
 
@@ -26,7 +26,7 @@ PROGRAMS = 132  # about how many programs of `walk_kernel` run at the same time
 SHORTEST = 8  # chunks of a segment: to join more segments costs more than it saves
 
 
-class Cuts(NamedTuple):
+class Configs(NamedTuple):
     """One entry of the table: tokens of a chunk, and each kernel's sizes.
 
     `channel_` ones are with gates per channel, and `strong_` ones those of chunks with strong decays. `ends` is the
@@ -35,57 +35,58 @@ class Cuts(NamedTuple):
     """
 
     chunk: int
-    prepare: Cut
-    channel_prepare: Cut
-    strong_prepare: Cut
-    ends: Cut
-    walk: Cut
-    back_ends: Cut
-    back: Cut
-    join: Cut
-    total: Cut  # of the join of all segments into one map, which has more columns
-    pairs: Cut
-    gradients: Cut
-    channel_gradients: Cut
-    strong_gradients: Cut
+    prepare: Config
+    channel_prepare: Config
+    strong_prepare: Config
+    ends: Config
+    walk: Config
+    back_ends: Config
+    back: Config
+    join: Config
+    total: Config  # of the join of all segments into one map, which has more columns
+    pairs: Config
+    gradients: Config
+    channel_gradients: Config
+    strong_gradients: Config
 
     @classmethod
-    def alike(cls, chunk: int, cut: Cut) -> "Cuts":
-        return cls(chunk, *[cut] * 13)
+    def alike(cls, chunk: int, config: Config) -> "Configs":
+        return cls(chunk, *[config] * 13)
 
-    def walks(self, cut: Cut) -> "Cuts":
-        """With all walks cut so."""
-        return self._replace(ends=cut, walk=cut, back_ends=cut, back=cut)
+    def walks(self, config: Config) -> "Configs":
+        """With this of all walks."""
+        return self._replace(ends=config, walk=config, back_ends=config, back=config)
 
-    def joins(self, cut: Cut) -> "Cuts":
-        """With both joins cut so."""
-        return self._replace(join=cut, total=cut)
+    def joins(self, config: Config) -> "Configs":
+        """With this of both joins."""
+        return self._replace(join=config, total=config)
 
 
-FAST = Cuts(
-    64, Cut(128, 128, 4, 1, 168), Cut(64, 64, 4, 1), Cut(64, 64, 4, 1), Cut(256, 64, 4, 2), Cut(256, 128, 8, 2),
-    Cut(256, 128, 8, 2), Cut(256, 128, 8, 2), Cut(128, 16, 8, 1), Cut(128, 32, 8, 1), Cut(128, 128, 4, 1, 168),
-    Cut(64, 64, 4, 2), Cut(32, 64, 4, 1), Cut(16, 32, 4, 1),
+FAST = Configs(
+    64, Config(128, 128, 4, 1, 168), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(256, 64, 4, 2),
+    Config(256, 128, 8, 2), Config(256, 128, 8, 2), Config(256, 128, 8, 2), Config(128, 16, 8, 1),
+    Config(128, 32, 8, 1), Config(128, 128, 4, 1, 168), Config(64, 64, 4, 2), Config(32, 64, 4, 1),
+    Config(16, 32, 4, 1),
 )  # fmt: skip
-WIDE = FAST.walks(Cut(256, 32, 8, 1)).joins(Cut(32, 16, 8, 1))._replace(pairs=Cut(128, 128, 4, 1))
+WIDE = FAST.walks(Config(256, 32, 8, 1)).joins(Config(32, 16, 8, 1))._replace(pairs=Config(128, 128, 4, 1))
 HALF = (
-    Cuts.alike(64, Cut(32, 32, 4, 1))
-    .walks(Cut(128, 32, 8, 1))
-    .joins(Cut(32, 16, 8, 1))
-    ._replace(back=Cut(128, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
-    ._replace(strong_gradients=Cut(16, 16, 4, 1))
+    Configs.alike(64, Config(32, 32, 4, 1))
+    .walks(Config(128, 32, 8, 1))
+    .joins(Config(32, 16, 8, 1))
+    ._replace(back=Config(128, 16, 8, 1), gradients=Config(16, 32, 4, 1), channel_gradients=Config(16, 32, 4, 1))
+    ._replace(strong_gradients=Config(16, 16, 4, 1))
 )
 SMALL = (
-    Cuts.alike(32, Cut(32, 32, 4, 1))
-    .walks(Cut(256, 32, 8, 1))
-    .joins(Cut(16, 16, 8, 1))
-    ._replace(gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
-    ._replace(strong_gradients=Cut(16, 16, 4, 1))
+    Configs.alike(32, Config(32, 32, 4, 1))
+    .walks(Config(256, 32, 8, 1))
+    .joins(Config(16, 16, 8, 1))
+    ._replace(gradients=Config(16, 32, 4, 1), channel_gradients=Config(16, 32, 4, 1))
+    ._replace(strong_gradients=Config(16, 16, 4, 1))
 )
-SLIM = SMALL.walks(Cut(256, 16, 8, 1))
-SINGLE = Cuts.alike(32, Cut(16, 16, 4, 1)).joins(Cut(16, 16, 8, 1))
-FINE = SINGLE.walks(Cut(256, 16, 8, 1))._replace(
-    prepare=Cut(16, 16, 8, 1), channel_prepare=Cut(16, 16, 8, 1), strong_prepare=Cut(16, 16, 8, 1)
+SLIM = SMALL.walks(Config(256, 16, 8, 1))
+SINGLE = Configs.alike(32, Config(16, 16, 4, 1)).joins(Config(16, 16, 8, 1))
+FINE = SINGLE.walks(Config(256, 16, 8, 1))._replace(
+    prepare=Config(16, 16, 8, 1), channel_prepare=Config(16, 16, 8, 1), strong_prepare=Config(16, 16, 8, 1)
 )
 
 # By architecture and bits of the dtype, as in gated.py; "/half" is for float16, whose intermediates are float32.
@@ -107,12 +108,12 @@ TABLE = {
     "gfx942/16/wide": SLIM,
     "gfx942/16/half": FINE,
     "gfx942/32": FINE,
-    "cpu/16": Cuts.alike(32, Cut(64, 64, 4, 1)),
-    "cpu/32": Cuts.alike(32, Cut(64, 64, 4, 1)),
+    "cpu/16": Configs.alike(32, Config(64, 64, 4, 1)),
+    "cpu/32": Configs.alike(32, Config(64, 64, 4, 1)),
 }
 
 
-def entry(key: str, width: int, half: bool) -> Cuts:
+def entry(key: str, width: int, half: bool) -> Configs:
     """The entry of the table for heads of this many channels; `half`: float16, where what is stored is float32."""
     if half:
         return TABLE.get(f"{key}/half", TABLE[key])
@@ -196,11 +197,11 @@ class DeltaLaunches(gated.Launches):
         assert x.beta is not None
         self.x, self.beta = x, x.beta.contiguous()
         self.delta = entry(f"{self.arch}/{8 * x.k.element_size()}", max(self.K, self.V), self.dtype == torch.float16)
-        assert self.delta.chunk == self.cuts.chunk
+        assert self.delta.chunk == self.configs.chunk
         if self.dtype == torch.float16:  # what is stored is float32: products of 10 bits would be all that errs
             self.precision = self.careful
         self.channels = {"BLOCK_K": self.held(self.K)}
-        self.shape = {"K": self.K, "V": self.V, "CHUNK": self.cuts.chunk, "GATE": self.gate.value}
+        self.shape = {"K": self.K, "V": self.V, "CHUNK": self.configs.chunk, "GATE": self.gate.value}
         self.numbers = {"PRECISION": self.precision, "DTYPE": tl.bfloat16 if self.narrow else tl.float32}
         self.group = self.H // x.k.shape[2]
         columns = self.tiles(self.delta.walk)[1]
@@ -224,18 +225,18 @@ class DeltaLaunches(gated.Launches):
         """
         return max(64 if self.narrow and self.arch != "cpu" else 16, power_of_2(size))
 
-    def tile(self, cut: Cut) -> tuple[int, int]:
-        """(keys, values) of a tile: the cut's, or the smallest that hold all channels."""
-        return min(cut.keys, self.held(self.K)), min(cut.values, self.held(self.V))
+    def tile(self, config: Config) -> tuple[int, int]:
+        """(keys, values) of a tile: those of the config, or the smallest that hold all channels."""
+        return min(config.keys, self.held(self.K)), min(config.values, self.held(self.V))
 
-    def of_gate(self, cut: Cut, channel: Cut, strong: Cut) -> list[tuple[bool, Cut]]:
-        """(strong, cut) of a kernel's launches; with gates per channel two, of which the first finds strong chunks."""
-        return [(False, channel), (True, strong)] if self.gate == CHANNEL else [(False, cut)]
+    def of_gate(self, config: Config, channel: Config, strong: Config) -> list[tuple[bool, Config]]:
+        """(strong, config) of a kernel's launches; with gates per channel two: the first one finds strong chunks."""
+        return [(False, channel), (True, strong)] if self.gate == CHANNEL else [(False, config)]
 
     def prepare(self, gradients: bool = False) -> Prepared:
         """Launches `prepare_kernel`."""
-        B, T, H, K, V, N, C, x = self.B, self.T, self.H, self.K, self.V, self.N, self.cuts.chunk, self.x
-        cuts, channel = self.delta, self.gate == CHANNEL
+        B, T, H, K, V, N, C, x = self.B, self.T, self.H, self.K, self.V, self.N, self.configs.chunk, self.x
+        configs, channel = self.delta, self.gate == CHANNEL
         prepared = Prepared(
             a=self.empty(B, N, H, C, C, dtype=self.inner),
             x=self.empty(B, N if gradients else 0, H, C, C, dtype=self.inner),
@@ -248,9 +249,9 @@ class DeltaLaunches(gated.Launches):
             bound=self.empty(B, N, H),
             strongest=self.empty(B, N, H),
         )  # fmt: skip
-        for strong, cut in self.of_gate(cuts.prepare, cuts.channel_prepare, cuts.strong_prepare):
+        for strong, config in self.of_gate(configs.prepare, configs.channel_prepare, configs.strong_prepare):
             self.launch(
-                prepare_kernel, self.chunks, cut, (x.q, x.k, x.v),
+                prepare_kernel, self.chunks, config, (x.q, x.k, x.v),
                 (self.beta, prepared.strongest, *prepared[:-1]), x.scale,
                 GROUP=self.group, PART=PART, STRONG=strong, CAREFUL=self.precision if self.narrow else self.careful,
                 INVERSE=gradients,
@@ -268,15 +269,15 @@ class DeltaLaunches(gated.Launches):
         """With what the segments' maps say of the states before them."""
         return Saved(p, self.ends(p, dout, few=True, zero=first is None) if self.S > 1 else None)
 
-    def walk_chunks(self, cut: Cut, p: Prepared, dout: Tensor | None, *others: Tensor, **flags: Any) -> None:
+    def walk_chunks(self, config: Config, p: Prepared, dout: Tensor | None, *others: Tensor, **flags: Any) -> None:
         """Launches `walk_kernel`: forward, or in reverse with dout."""
         u = p.u if dout is None else dout
-        tiles = self.tiles(cut)[1] + (0 if flags["STORE"] else cdiv(self.K, self.tile(cut)[1]))
+        tiles = self.tiles(config)[1] + (0 if flags["STORE"] else cdiv(self.K, self.tile(config)[1]))
         launch(
             walk_kernel, (self.B * (self.S - flags["SKIP"]) * self.H * tiles,),
             (u, p.w, p.kept, p.reader, p.a, p.x, p.rates, p.across, p.bound, *others),
-            (u.stride(), p.kept.stride(), p.reader.stride(), self.T, self.N, self.H, self.length, self.S), cut,
-            **self.shape, **self.channels, **self.numbers, BLOCK_V=self.tile(cut)[1],
+            (u.stride(), p.kept.stride(), p.reader.stride(), self.T, self.N, self.H, self.length, self.S), config,
+            **self.shape, **self.channels, **self.numbers, BLOCK_V=self.tile(config)[1],
             GROUP=self.H // p.kept.shape[2], REVERSE=dout is not None, **flags,
         )  # fmt: skip
 
@@ -286,20 +287,20 @@ class DeltaLaunches(gated.Launches):
         `few`: only what the states before segments need, with `zero` from a state of zero.
         """
         maps = self.empty(self.B, self.S, self.H, self.K, self.V + self.K)
-        cut = self.delta.ends if dout is None else self.delta.back_ends
+        config = self.delta.ends if dout is None else self.delta.back_ends
         flags = {"STORE": False, "KEEP": False, "OUT": False, "SKIP": int(few), "ZERO": zero}
-        self.walk_chunks(cut, p, dout, maps, maps, maps, maps, **flags)
+        self.walk_chunks(config, p, dout, maps, maps, maps, maps, **flags)
         return maps
 
     def join(self, ends: Tensor, first: Tensor | None, joined: Tensor, reverse: bool, whole: bool) -> Tensor:
         """Launches `join_kernel`."""
-        cut, held = self.delta.total if whole else self.delta.join, self.channels["BLOCK_K"]
-        block_v = self.tile(cut)[1]
+        config, held = self.delta.total if whole else self.delta.join, self.channels["BLOCK_K"]
+        block_v = self.tile(config)[1]
         tiles = cdiv(self.V, block_v) + (cdiv(self.K, block_v) if whole else 0)
         launch(
             join_kernel, (self.B * self.H, tiles), (ends, ends if first is None else first.contiguous(), joined),
-            (self.S, self.H), cut,
-            K=self.K, V=self.V, **self.channels, BLOCK_V=block_v, ROWS=min(cut.keys, held), FIRST=first is not None,
+            (self.S, self.H), config,
+            K=self.K, V=self.V, **self.channels, BLOCK_V=block_v, ROWS=min(config.keys, held), FIRST=first is not None,
             MAP=whole, REVERSE=reverse, PRECISION=self.careful,
         )  # fmt: skip
         return joined
@@ -328,10 +329,10 @@ class DeltaLaunches(gated.Launches):
         else:
             before = first.float().contiguous()
         end = self.empty(self.B, self.H, self.K, self.V)
-        cut = self.delta.walk if dout is None else self.delta.back
+        config = self.delta.walk if dout is None else self.delta.back
         others = before, end if states is None else states, end, end if out is None else out
         flags = {"STORE": True, "KEEP": states is not None, "OUT": out is not None, "SKIP": 0, "ZERO": False}
-        self.walk_chunks(cut, saved.prepared, dout, *others, **flags)
+        self.walk_chunks(config, saved.prepared, dout, *others, **flags)
         return end
 
     def of_inputs(
@@ -341,11 +342,13 @@ class DeltaLaunches(gated.Launches):
 
         dbeta, and dg of a gate a head, have a part for each tile of key channels, to be summed; dg one more, of pairs.
         """
-        x, g, cuts, rows = self.x, self.g, self.delta, (self.B, self.T, self.H)
-        channel, C = self.gate == CHANNEL, self.cuts.chunk
+        x, g, configs, rows = self.x, self.g, self.delta, (self.B, self.T, self.H)
+        channel, C = self.gate == CHANNEL, self.configs.chunk
         every = self.exact and channel  # float32: all chunks as strong ones
-        launches = self.of_gate(cuts.gradients, cuts.channel_gradients, cuts.strong_gradients)[1 if every else 0 :]
-        parts = max(self.tiles(cut)[0] for _, cut in launches)
+        launches = self.of_gate(configs.gradients, configs.channel_gradients, configs.strong_gradients)[
+            1 if every else 0 :
+        ]
+        parts = max(self.tiles(config)[0] for _, config in launches)
         dq, dk = (self.empty(*rows, self.K, dtype=self.dtype) for _ in range(2))
         da, dr = (
             self.empty(self.B, self.N, self.H, C, C, dtype=torch.float32 if channel else self.inner) for _ in range(2)
@@ -356,12 +359,12 @@ class DeltaLaunches(gated.Launches):
         if g is not None:
             dg = self.empty(*rows, self.K, dtype=g.dtype) if channel else self.empty(*rows, parts + 1)
         self.launch(
-            pairs_kernel, self.chunks, cuts.pairs, (x.q, x.k, dout),
+            pairs_kernel, self.chunks, configs.pairs, (x.q, x.k, dout),
             (self.beta, p.w, p.u, dv, states, da, dr, own, dg), x.scale, GROUP=self.group, PARTS=parts + 1,
         )  # fmt: skip
-        for strong, cut in launches:
+        for strong, config in launches:
             self.launch(
-                gradients_kernel, self.chunks * self.tiles(cut)[0], cut, (x.q, x.k, dout),
+                gradients_kernel, self.chunks * self.tiles(config)[0], config, (x.q, x.k, dout),
                 (self.beta, p.strongest, p.u, dv, states, dstates, da, dr, own, dq, dk, dg, dbeta), x.scale,
                 GROUP=self.group, PART=PART, STRONG=strong, EVERY=every, PARTS=parts, PARTS_G=parts + 1,
             )  # fmt: skip

@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.linear.maps import Inputs
-from ringattn.kernels.linear.triton.gated import Cut
+from ringattn.kernels.linear.triton.gated import Config
 from ringattn.kernels.linear.triton.gated_states import CHANNEL, HEAD, NONE
 from ringattn.kernels.triton import cdiv, launch, power_of_2
 
 COLUMNS = 16  # value channels of a program
-CUT = Cut(256, COLUMNS, 2, 1)
+CUT = Config(256, COLUMNS, 2, 1)
 
 
 @triton.jit(do_not_specialize=["T"])

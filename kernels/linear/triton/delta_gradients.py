@@ -17,8 +17,8 @@ from ringattn.kernels.linear.triton.gated_states import (
     HEAD,
     NONE,
     load,
-    place,
     product,
+    program_at,
     rounded,
     seen_from_end,
     seen_from_start,
@@ -41,7 +41,7 @@ def pairs_kernel(
     of BLOCK_K key channels, which adds up w S. Without gates per channel da and dr are multiplied by the decay between
     the tokens, and a gate's gradient by the pairs within the chunk is the last of the PARTS of dg.
     """
-    _, h, n, b = place(tl.program_id(0), 1, H, N)
+    _, h, n, b = program_at(tl.program_id(0), 1, H, N)
     chunk = (b * N + n) * H + h
     first = n * CHUNK
     row = b * T * H + h
@@ -123,7 +123,7 @@ def gradients_kernel(
     4. dg, for gates per channel: the suffix sums of q dq + k dk_reader - (beta k) dw, plus what passes the chunk.
     """
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    tile, h, n, b = place(tl.program_id(0), TILES, H, N)
+    tile, h, n, b = program_at(tl.program_id(0), TILES, H, N)
     chunk = (b * N + n) * H + h
     if GATE == CHANNEL:  # noqa: SIM102
         if passes_over(strongest_ptr, chunk, STRONG, EVERY):

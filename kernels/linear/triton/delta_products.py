@@ -34,8 +34,8 @@ from ringattn.kernels.linear.triton.gated_states import (
     behind,
     gates,
     load,
-    place,
     product,
+    program_at,
     seen_from_end,
     seen_from_start,
     store,
@@ -162,7 +162,7 @@ def prepare_kernel(
        `kept` = beta k 2^e. A gate a head multiplies the columns of x instead.
     4. A loop over tiles of BLOCK_V value channels: u.
     """
-    _, h, n, b = place(tl.program_id(0), 1, H, N)
+    _, h, n, b = program_at(tl.program_id(0), 1, H, N)
     chunk = (b * N + n) * H + h
     if STRONG:  # noqa: SIM102
         if passes_over(strongest_ptr, chunk, STRONG, False):

@@ -27,7 +27,7 @@ If there is only one segment and nobody asks for its map, only the last pass run
 import triton
 import triton.language as tl
 
-from ringattn.kernels.linear.triton.gated_states import CHANNEL, load, place, product, store
+from ringattn.kernels.linear.triton.gated_states import CHANNEL, load, product, program_at, store
 
 VANISHED = tl.constexpr(-160.0)  # in base 2: numbers below 2^-149 are 0 in float32
 SOME = tl.constexpr(64)  # bounds that are loaded at once
@@ -86,7 +86,7 @@ def walk_kernel(
     number of each token (`rates`), multiplies m in the place of k.
     """
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V + (0 if STORE else (K + BLOCK_V - 1) // BLOCK_V)
-    tile, h, s, b = place(tl.program_id(0), TILES, H, S - SKIP)
+    tile, h, s, b = program_at(tl.program_id(0), TILES, H, S - SKIP)
     if REVERSE:
         s += SKIP
     unit, column = column_of_tile(tile, V, BLOCK_V)
@@ -195,14 +195,14 @@ def join_kernel(
         at = ends_ptr + segment * (K * WIDE)
         own = tl.load(at + rows[:, None] * WIDE + column + cols[None, :], mask=inside & of_v, other=0.0)
         later = tl.zeros([BLOCK_K // ROWS, ROWS, BLOCK_V], tl.float32)
-        part = tl.arange(0, BLOCK_K // ROWS)[:, None, None]
+        block = tl.arange(0, BLOCK_K // ROWS)[:, None, None]
         count = BLOCK_K // ROWS
         if not MAP:
             count = tl.where((i == S - 1) | (i == (S if FIRST else 0)), 0, count)
         for r in tl.range(0, count, num_stages=1):
             factor = load(at + V, r * ROWS, K, 0, WIDE, 1, ROWS, K, BLOCK_K)
             some = tl.dot(factor, state, input_precision=PRECISION)
-            later = tl.where(part == r, some[None], later)
+            later = tl.where(block == r, some[None], later)
         state = tl.reshape(later, [BLOCK_K, BLOCK_V]) + own
     if MAP:
         found_ptr += row * (K * WIDE) + tl.where(unit, 0, K) + column

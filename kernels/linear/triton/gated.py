@@ -33,7 +33,7 @@ PART = 4  # tokens of a part: in chunks with strong decays, pairs within a part 
 PROGRAMS = 1024  # about how many programs of `states_kernel` run at the same time
 
 
-class Cut(NamedTuple):
+class Config(NamedTuple):
     """Sizes of one kernel: key and value channels of a tile (at most), warps, pipeline stages, a limit of registers."""
 
     keys: int
@@ -43,51 +43,51 @@ class Cut(NamedTuple):
     registers: int | None = None
 
 
-class Cuts(NamedTuple):
+class Configs(NamedTuple):
     """One entry of the table: tokens of a chunk, and each kernel's sizes; `strong` and `strong_scores` are those of
     gradients and scores in chunks with strong decays.
     """
 
     chunk: int
-    states: Cut
-    scores: Cut
-    apply: Cut
-    gradients: Cut
-    strong: Cut
-    strong_scores: Cut
+    states: Config
+    scores: Config
+    apply: Config
+    gradients: Config
+    strong: Config
+    strong_scores: Config
 
     @classmethod
-    def alike(cls, chunk: int, cut: Cut) -> "Cuts":
-        return cls(chunk, *[cut] * 6)
+    def alike(cls, chunk: int, config: Config) -> "Configs":
+        return cls(chunk, *[config] * 6)
 
 
-FAST = Cuts(
-    64, Cut(64, 128, 4, 2), Cut(64, 64, 4, 1), Cut(32, 128, 4, 2), Cut(32, 64, 4, 1), Cut(32, 64, 4, 1),
-    Cut(64, 64, 4, 1),
+FAST = Configs(
+    64, Config(64, 128, 4, 2), Config(64, 64, 4, 1), Config(32, 128, 4, 2), Config(32, 64, 4, 1), Config(32, 64, 4, 1),
+    Config(64, 64, 4, 1),
 )  # fmt: skip
-JOIN = Cut(16, 64, 2, 3)
-SMALL = Cuts.alike(32, Cut(32, 32, 4, 1))
-SINGLE = SMALL._replace(gradients=Cut(16, 32, 4, 1), strong=Cut(16, 16, 4, 1), strong_scores=Cut(16, 16, 4, 1))
+JOIN = Config(16, 64, 2, 3)
+SMALL = Configs.alike(32, Config(32, 32, 4, 1))
+SINGLE = SMALL._replace(gradients=Config(16, 32, 4, 1), strong=Config(16, 16, 4, 1), strong_scores=Config(16, 16, 4, 1))
 
 # By architecture and bits of the dtype, as in table.py; "/wide" is for heads of more than 128 channels. sm90/16 was
 # measured on an H200: there strong gradients and wide heads are faster with a few spills than with smaller tiles and
 # none. The others were only compiled, without spills.
 TABLE = {
     "sm90/16": FAST,
-    "sm90/16/wide": FAST._replace(gradients=Cut(64, 64, 4, 1)),
-    "sm90/32": SINGLE._replace(gradients=Cut(16, 16, 4, 1)),
-    "sm80/16": SMALL._replace(states=Cut(64, 64, 4, 1), strong=Cut(16, 32, 4, 1)),
+    "sm90/16/wide": FAST._replace(gradients=Config(64, 64, 4, 1)),
+    "sm90/32": SINGLE._replace(gradients=Config(16, 16, 4, 1)),
+    "sm80/16": SMALL._replace(states=Config(64, 64, 4, 1), strong=Config(16, 32, 4, 1)),
     "sm80/32": SINGLE,
-    "sm100/16": SINGLE._replace(states=Cut(16, 32, 4, 1)),
-    "sm100/32": SINGLE._replace(states=Cut(32, 16, 4, 1), apply=Cut(16, 32, 4, 1)),
+    "sm100/16": SINGLE._replace(states=Config(16, 32, 4, 1)),
+    "sm100/32": SINGLE._replace(states=Config(32, 16, 4, 1), apply=Config(16, 32, 4, 1)),
     "gfx942/16": SMALL,
     "gfx942/32": SINGLE,
-    "cpu/16": Cuts.alike(32, Cut(64, 64, 4, 1)),
-    "cpu/32": Cuts.alike(32, Cut(64, 64, 4, 1)),
+    "cpu/16": Configs.alike(32, Config(64, 64, 4, 1)),
+    "cpu/32": Configs.alike(32, Config(64, 64, 4, 1)),
 }
 
 
-def entry(key: str, width: int) -> Cuts:
+def entry(key: str, width: int) -> Configs:
     """The entry of the table for heads of this many channels."""
     return TABLE.get(f"{key}/wide", TABLE[key]) if width > 128 else TABLE[key]
 
@@ -159,8 +159,8 @@ class Launches:
         self.device, self.dtype, self.g = k.device, k.dtype, g
         self.gate = NONE if g is None else CHANNEL if g.dim() == 4 else HEAD
         self.arch = arch = architecture(k.device)
-        self.cuts = entry(f"{arch}/{8 * k.element_size()}", max(self.K, self.V))
-        self.N = cdiv(self.T, self.cuts.chunk)
+        self.configs = entry(f"{arch}/{8 * k.element_size()}", max(self.K, self.V))
+        self.N = cdiv(self.T, self.configs.chunk)
         self.chunks = self.B * self.N * self.H
         self.begin = None if begin is None else begin.to(torch.int32).contiguous()
         # States and scores may exceed the range of float16.
@@ -168,30 +168,30 @@ class Launches:
         self.exact = self.dtype == torch.float32
         self.precision = "ieee" if arch in ("cpu", "gfx942") else "tf32x3" if self.exact else "tf32"
 
-    def tile(self, cut: Cut) -> tuple[int, int]:
-        """(keys, values) of a tile: the cut's, or the smallest powers of two, at least 16, that hold all channels."""
+    def tile(self, config: Config) -> tuple[int, int]:
+        """(keys, values) of a tile: the config's, or the least powers of two, at least 16, that hold all channels."""
         held_k, held_v = (max(16, power_of_2(x)) for x in (self.K, self.V))
-        return min(cut.keys, held_k), min(cut.values, held_v)
+        return min(config.keys, held_k), min(config.values, held_v)
 
-    def tiles(self, cut: Cut) -> tuple[int, int]:
+    def tiles(self, config: Config) -> tuple[int, int]:
         """How many tiles hold the key channels and the value channels."""
-        block_k, block_v = self.tile(cut)
+        block_k, block_v = self.tile(config)
         return cdiv(self.K, block_k), cdiv(self.V, block_v)
 
     def launch(
-        self, kernel: Any, programs: int, cut: Cut, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...],
+        self, kernel: Any, programs: int, config: Config, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...],
         *numbers: float, **flags: Any,
     ) -> None:  # fmt: skip
         """Launch with the arguments that all kernels take; `others` are contiguous, so they have no strides."""
-        g, begin, (block_k, block_v) = self.g, self.begin, self.tile(cut)
+        g, begin, (block_k, block_v) = self.g, self.begin, self.tile(config)
         g_st = (0,) * 4 if g is None else (*g.stride(), 0)[:4]
         begin_st = 0 if begin is None or begin.shape[0] == 1 else begin.stride(0)
         docs = inputs[0] if begin is None else begin
         tensors = (*inputs, inputs[0] if g is None else g, docs, *others)
         strides = (*[x.stride() for x in inputs], g_st, begin_st)
         launch(
-            kernel, (programs,), tensors, (*strides, self.T, self.N, self.H, *numbers), cut,
-            K=self.K, V=self.V, CHUNK=self.cuts.chunk, BLOCK_K=block_k, BLOCK_V=block_v, GATE=self.gate.value,
+            kernel, (programs,), tensors, (*strides, self.T, self.N, self.H, *numbers), config,
+            K=self.K, V=self.V, CHUNK=self.configs.chunk, BLOCK_K=block_k, BLOCK_V=block_v, GATE=self.gate.value,
             DOCS=begin is not None, EXACT=self.exact, PRECISION=self.precision,
             DTYPE=tl.bfloat16 if self.inner == torch.bfloat16 else tl.float32, **flags,
         )  # fmt: skip
@@ -201,7 +201,7 @@ class Launches:
 
     def scan(self, x: Tensor, y: Tensor, scale: float, reverse: bool) -> Scan:
         """The first two passes of gated_states.py: all segments from a state of zero, then the join."""
-        (tiles_k, tiles_v), G = self.tiles(self.cuts.states), self.K if self.gate == CHANNEL else 1
+        (tiles_k, tiles_v), G = self.tiles(self.configs.states), self.K if self.gate == CHANNEL else 1
         S = max(1, min(self.N, cdiv(PROGRAMS, self.B * self.H * tiles_k * tiles_v)))
         ends, before = (self.empty(self.B, S, self.H, self.K, self.V) for _ in range(2))
         decays, passed = (self.empty(self.B, S, self.H, G) for _ in range(2))
@@ -236,32 +236,32 @@ class Launches:
         STORE: bool = False, FIRST: bool = False,
     ) -> None:  # fmt: skip
         """Launch `states_kernel`; arguments that a pass does not use may be any tensor."""
-        tiles_k, tiles_v = self.tiles(self.cuts.states)
+        tiles_k, tiles_v = self.tiles(self.configs.states)
         self.launch(
-            states_kernel, self.B * S * self.H * tiles_k * tiles_v, self.cuts.states, (x, y), others,
+            states_kernel, self.B * S * self.H * tiles_k * tiles_v, self.configs.states, (x, y), others,
             scale, cdiv(self.N, S), S, REVERSE=reverse, STORE=STORE, FIRST=FIRST,
         )  # fmt: skip
 
-    def both(self, cut: Cut, strong: Cut) -> list[tuple[bool, Cut]]:
-        """(strong, cut) of the launches of a kernel: for gentle chunks and, with gates per channel, for strong ones."""
-        return [(False, cut), (True, strong)][: 2 if self.gate == CHANNEL else 1]
+    def both(self, config: Config, strong: Config) -> list[tuple[bool, Config]]:
+        """(strong, config) of a kernel's launches: for gentle chunks and, with gates per channel, for strong ones."""
+        return [(False, config), (True, strong)][: 2 if self.gate == CHANNEL else 1]
 
     def scores(self, q: Tensor, k: Tensor, strongest: Tensor, scale: float) -> Tensor:
         """a_ij of gated_products.py for the pairs j <= i of each chunk, [B, N, H, C, C]."""
-        a = self.empty(self.B, self.N, self.H, self.cuts.chunk, self.cuts.chunk, dtype=self.inner)
-        for strong, cut in self.both(self.cuts.scores, self.cuts.strong_scores):
+        a = self.empty(self.B, self.N, self.H, self.configs.chunk, self.configs.chunk, dtype=self.inner)
+        for strong, config in self.both(self.configs.scores, self.configs.strong_scores):
             self.launch(
-                scores_kernel, self.chunks, cut, (q, k), (strongest, a), scale,
+                scores_kernel, self.chunks, config, (q, k), (strongest, a), scale,
                 TILES=strongest.shape[-1], PART=PART, STRONG=strong,
             )  # fmt: skip
         return a
 
     def apply(self, x: Tensor, y: Tensor, a: Tensor, states: Tensor, scale: float, reverse: bool) -> Tensor:
         """out from q and v, or in reverse dv from k and dout, in the dtype of y."""
-        cut, out = self.cuts.apply, self.empty(*y.shape, dtype=y.dtype)
-        programs = self.chunks * self.tiles(cut)[1]
+        config, out = self.configs.apply, self.empty(*y.shape, dtype=y.dtype)
+        programs = self.chunks * self.tiles(config)[1]
         self.launch(
-            apply_kernel, programs, cut, (x, y), (a, states, out), scale, REVERSE=reverse, GROUP=self.H // x.shape[2]
+            apply_kernel, programs, config, (x, y), (a, states, out), scale, REVERSE=reverse, GROUP=self.H // x.shape[2]
         )
         return out
 
@@ -271,15 +271,15 @@ class Launches:
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """(dq, dk, dg)."""
         g, dq, dk = self.g, self.empty(*q.shape, dtype=q.dtype), self.empty(*k.shape, dtype=k.dtype)
-        tiles = self.tiles(self.cuts.gradients)[0]
+        tiles = self.tiles(self.configs.gradients)[0]
         dg = dq
         if g is not None and self.gate == CHANNEL:
             dg = self.empty(*q.shape, dtype=g.dtype)
         elif self.gate == HEAD:  # one part for each tile of channels, summed below
             dg = self.empty(*q.shape[:3], tiles)
-        for strong, cut in self.both(self.cuts.gradients, self.cuts.strong):
+        for strong, config in self.both(self.configs.gradients, self.configs.strong):
             self.launch(
-                gradients_kernel, self.chunks * self.tiles(cut)[0], cut, (q, k, v, dout),
+                gradients_kernel, self.chunks * self.tiles(config)[0], config, (q, k, v, dout),
                 (strongest, states, dstates, dq, dk, dg), scale,
                 TILES=strongest.shape[-1], PART=PART, STRONG=strong,
             )  # fmt: skip

@@ -34,8 +34,8 @@ from ringattn.kernels.linear.triton.gated_states import (
     behind,
     gates,
     load,
-    place,
     product,
+    program_at,
     rounded,
     seen_from_end,
     seen_from_start,
@@ -235,7 +235,7 @@ def scores_kernel(
     Programs: one for each head, chunk and batch row. With gates per channel there are two launches, and a program stops
     at once if its chunk is for the other one (`passes_over`).
     """
-    _, h, n, b = place(tl.program_id(0), 1, H, N)
+    _, h, n, b = program_at(tl.program_id(0), 1, H, N)
     chunk = (b * N + n) * H + h
     if GATE == CHANNEL:  # noqa: SIM102
         if passes_over(strongest_ptr, chunk, TILES, STRONG):
@@ -266,7 +266,7 @@ def apply_kernel(
     channels adds up x against the state, x with its decay from the chunk's start (in reverse: to its end); the products
     within the chunk, a y, come last. Tokens that do not see the state, because a document began, have x = 0.
     """
-    tile, h, n, b = place(tl.program_id(0), (V + BLOCK_V - 1) // BLOCK_V, H, N)
+    tile, h, n, b = program_at(tl.program_id(0), (V + BLOCK_V - 1) // BLOCK_V, H, N)
     column_v = tile * BLOCK_V
     first = n * CHUNK
     x_ptr += b * x_st[0] + h // GROUP * x_st[2]
@@ -378,7 +378,7 @@ def gradients_kernel(
        sum(k new) there, which turns minus the sum over tokens from t on into the sum over tokens before t.
     5. The pair of each token with itself is added. q and k are loaded again, since step 3 has changed them.
     """
-    tile, h, n, b = place(tl.program_id(0), (K + BLOCK_K - 1) // BLOCK_K, H, N)
+    tile, h, n, b = program_at(tl.program_id(0), (K + BLOCK_K - 1) // BLOCK_K, H, N)
     chunk = (b * N + n) * H + h
     if GATE == CHANNEL:  # noqa: SIM102
         if passes_over(strongest_ptr, chunk, TILES, STRONG):

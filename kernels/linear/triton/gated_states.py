@@ -26,7 +26,7 @@ NONE, HEAD, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # GATE:
 
 
 @triton.jit
-def place(pid, tiles, H, N):
+def program_at(pid, tiles, H, N):
     """(tile, head, chunk or segment, batch row) of a program: tiles vary fastest, then heads."""
     return pid % tiles, (pid // tiles % H).to(tl.int64), pid // tiles // H % N, (pid // tiles // H // N).to(tl.int64)
 
@@ -182,7 +182,7 @@ def states_kernel(
     """
     TILES_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     TILES_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    tile, h, s, b = place(tl.program_id(0), TILES_K * TILES_V, H, S)
+    tile, h, s, b = program_at(tl.program_id(0), TILES_K * TILES_V, H, S)
     column_k = tile // TILES_V * BLOCK_K
     column_v = tile % TILES_V * BLOCK_V
     x_ptr += b * x_st[0] + h * x_st[2]

@@ -65,7 +65,7 @@ def attention(
     """
     plan, placed, inside = located(q, k, v, plan)
     spec = AttentionSpec() if spec is None else spec
-    lengths = [part.local_len if inside else part.tokens.padded_length for part in (plan, plan.keys)]
+    lengths = [side.local_len if inside else side.tokens.padded_length for side in (plan, plan.keys)]
     arrays = q, k, v, sinks
     check(arrays, plan, (lengths[0], lengths[1]), spec, docs, key_docs)
     eager = is_eager(q) and cut_of(plan) is None
@@ -90,7 +90,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def known(docs: Docs | None) -> bool:
+def untraced(docs: Docs | None) -> bool:
     """Whether these are no documents, or documents that are not traced."""
     return docs is None or isinstance(docs.starts, np.ndarray)
 
@@ -102,7 +102,7 @@ def is_eager(x: Array) -> bool:
 
 def filled(docs: Docs | None) -> Docs | None:
     """Known documents, and empty ones up to 8, 64, 512, ...: one program takes all packings of such a size."""
-    if docs is None or not known(docs) or is_constant(docs):
+    if docs is None or not untraced(docs) or is_constant(docs):
         return docs
     size = 8
     while size < docs.starts.shape[1] - 1:
@@ -140,7 +140,7 @@ def call_of(
     plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool, fixed: bool = True
 ) -> Call:
     """Documents that are `fixed` in the program decide which hops are needed; traced ones do not."""
-    fixed = (fixed or is_constant(docs)) and known(docs) and known(key_docs)
+    fixed = (fixed or is_constant(docs)) and untraced(docs) and untraced(key_docs)
     both, among = (docs, key_docs) if fixed else (None, None), None if fixed else among_all(spec, docs, key_docs)
     padded = docs is not None and docs.padded
     return Call(Mask(plan, spec, *both, among), lse, padded, padded if key_docs is None else key_docs.padded)

@@ -51,11 +51,11 @@ def landed(transfers: Sequence[Any]) -> list[Any]:
 def of_heads(arrays: Any, group: Any, groups: int) -> Any:
     """One group of the heads, which are dim 2 of all arrays."""
 
-    def part(x: Any) -> Any:
+    def of_group(x: Any) -> Any:
         size = x.shape[2] // groups
         return lax.dynamic_slice_in_dim(x, group * size, size, axis=2)
 
-    return arrays if groups == 1 else jax.tree.map(part, arrays)
+    return arrays if groups == 1 else jax.tree.map(of_group, arrays)
 
 
 def side_by_side(x: Any) -> Any:

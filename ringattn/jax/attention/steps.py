@@ -118,8 +118,8 @@ class Table(NamedTuple):
 
     def choice(self, row: Any, rank: Any) -> Choice:
         """The sets that can be met in this row (in all rows, if it is traced), and this rank's."""
-        known = isinstance(row, int)
-        met = sorted(set(self.which[row] if known else self.which.flat))
+        one_row = isinstance(row, int)
+        met = sorted(set(self.which[row] if one_row else self.which.flat))
         renamed = np.searchsorted(met, self.which).astype(np.int32)
         return Choice(Sets(self.sets[i] for i in met), jnp.asarray(renamed)[row, rank])
 
@@ -135,12 +135,12 @@ Cut = Callable[[np.ndarray, np.ndarray, int], tuple[Rectangle, ...] | None]
 def cut_of(plan: Plan) -> Cut | None:
     """Known intervals (begin, end, keys) as rectangles for the plan's kernel; None if it takes intervals."""
     if plan.kernel == "stock_splash":
-        return jax_splash.cut
-    return jax_cudnn.cut if plan.device == "cuda" else None
+        return jax_splash.rectangles
+    return jax_cudnn.rectangles if plan.device == "cuda" else None
 
 
 @lru_cache(maxsize=64)
-def table_of(mask: Mask, cut: Cut = jax_cudnn.cut, family: int = 0) -> Table | None:
+def table_of(mask: Mask, make: Cut = jax_cudnn.rectangles, family: int = 0) -> Table | None:
     """The rectangles of every ring rank: by distance on a ring, among all keys for a gather; None if too many."""
     plan, keys = mask.plan, mask.plan.keys
     held = keys.tokens.padded_length if plan.strategy == "gather" else keys.tokens.shard_len
@@ -151,7 +151,7 @@ def table_of(mask: Mask, cut: Cut = jax_cudnn.cut, family: int = 0) -> Table | N
         limits = seen[rank]
         if plan.strategy != "gather":
             limits = to_local(keys.tokens.shard((rank - row) % plan.ring), *limits)
-        rectangles = cut(*limits, held)
+        rectangles = make(*limits, held)
         if rectangles is None:
             return None
         if rectangles not in sets:
@@ -179,20 +179,20 @@ class Sight(NamedTuple):
         """The local intervals among the keys of the rank `distance` steps back."""
         source = (self.rank - distance) % self.keys.ring
         choice = self.table.choice(distance, self.rank) if self.table else None
-        also = tuple(one.at(distance) for one in self.also)
+        also = tuple(other.at(distance) for other in self.also)
         return Intervals(*to_local(shard_of(self.keys, source), self.begin, self.end), choice=choice, also=also)
 
     @property
     def everywhere(self) -> Intervals:
         """The intervals among all keys in their global order."""
         choice = self.table.choice(0, self.rank) if self.table else None
-        return Intervals(self.begin, self.end, choice=choice, also=tuple(one.everywhere for one in self.also))
+        return Intervals(self.begin, self.end, choice=choice, also=tuple(other.everywhere for other in self.also))
 
 
 def tables_of(mask: Mask) -> list[Table] | None:
     """Of each family the rectangles of every ring rank; None if the kernel takes intervals, or if they are too many."""
-    cut = cut_of(mask.plan)
-    tables = [table_of(mask, cut, i) for i in range(len(mask.families))] if cut else []
+    make = cut_of(mask.plan)
+    tables = [table_of(mask, make, i) for i in range(len(mask.families))] if make else []
     return [table for table in tables if table] if tables and None not in tables else None
 
 
@@ -205,26 +205,26 @@ def step_of(
     heads, by default those that a device has after the exchange.
     """
     plan, (starts, key_starts, spans) = mask.plan, given
-    known = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)
+    static = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)
     seen = global_bounds(mask, shard_positions(plan.tokens, plan.ring_axis.rank), starts, key_starts, spans)
-    tables = tables_of(mask) if known else None
-    one, *others = (
+    tables = tables_of(mask) if static else None
+    first, *others = (
         Sight(*sides, plan.keys.tokens, plan.ring_axis.rank, tables[i] if tables else None)
         for i, sides in enumerate(seen)
     )
-    recipe = recipe_of(q, k, v, mask, rectangles=tables is not None, known=known, share=share)
-    return recipe, score_of(recipe), one._replace(also=tuple(others))
+    recipe = recipe_of(q, k, v, mask, rectangles=tables is not None, static=static, share=share)
+    return recipe, score_of(recipe), first._replace(also=tuple(others))
 
 
 def recipe_of(
-    q: Array, k: Array, v: Array, mask: Mask, rectangles: bool = False, known: bool = True, share: int | None = None
+    q: Array, k: Array, v: Array, mask: Mask, rectangles: bool = False, static: bool = True, share: int | None = None
 ) -> SharedRecipe:
     """The recipe of a call, from queries and keys with one in `share` of its heads, by default a device's."""
     plan = mask.plan
     arch = generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None
     return SharedRecipe(
         mask, shape_of(q, k, v, plan, share or plan.ulysses), plan.device, q.dtype.name, arch,
-        deterministic=plan.deterministic, known=known, rectangles=rectangles,
+        deterministic=plan.deterministic, static=static, rectangles=rectangles,
     )  # fmt: skip
 
 
@@ -238,18 +238,18 @@ def shape_of(q: Array, k: Array, v: Array, plan: Plan, share: int = 1) -> Shape:
 def score_of(recipe: SharedRecipe) -> Score:
     """The selected kernel, its scale, its softcap and its own options filled in."""
     (kernel, problem), plan, spec = recipe.chosen, recipe.plan, recipe.mask.spec
-    found: JaxKernel = over_families_in_jax(kernel.load())
-    given = {"scale": spec.scale_for(problem.head_dim), "softcap": spec.softcap, **found.options(problem)}
+    loaded: JaxKernel = over_families_in_jax(kernel.load())
+    given = {"scale": spec.scale_for(problem.head_dim), "softcap": spec.softcap, **loaded.options(problem)}
     if plan.blocks is not None:
         if kernel.name != "splash":
             raise ValueError(f"blocks={plan.blocks} are of the TPU kernel, and {kernel.name} runs; leave them out")
         given["blocks"] = Blocks(*plan.blocks, limit_of(problem.arch))
-    whole: Callable[..., Any] = partial(found.attend_backward, **given)
-    halves: Callable[..., Any] | None = found.halves and partial(found.halves, **given)
-    if not found.plain:
+    whole: Callable[..., Any] = partial(loaded.attend_backward, **given)
+    halves: Callable[..., Any] | None = loaded.halves and partial(loaded.halves, **given)
+    if not loaded.plain:
         refuse_automatic(kernel.name)
         whole, halves = once(kernel.name, whole), halves and once(kernel.name, halves)
-    return Score(partial(found.attend, **given), whole, found.prepare, halves)
+    return Score(partial(loaded.attend, **given), whole, loaded.prepare, halves)
 
 
 def refuse_automatic(kernel: str) -> None:

@@ -209,7 +209,7 @@ class Meeting(NamedTuple):
         """
         cache, size = self.cache, held.k.shape[1]
         slots = cache.k.shape[1]
-        score = score_of(recipe_of(self.q, held.k, held.v, Mask(cache.plan, self.spec), known=False))
+        score = score_of(recipe_of(self.q, held.k, held.v, Mask(cache.plan, self.spec), static=False))
         for seen in self.visible(self.at):
             begin, end = (below(cache, side, source) for side in seen)
             origin = begin[:, :1] // slots * slots

@@ -80,10 +80,10 @@ class Laid(NamedTuple):
 
     def way(self, call: Call) -> Any:
         """How states travel."""
-        known = prod(
+        states = prod(
             n for n in (self.batch, *self.start.shape[1:3]) if isinstance(n, int)
         )  # a symbolic batch counts as one row
-        nbytes, mixed = known * self.start.dtype.itemsize, 1 if self.beta is None else self.k.shape[-1]
+        nbytes, mixed = states * self.start.dtype.itemsize, 1 if self.beta is None else self.k.shape[-1]
         return choose(call.plan, call.scan, nbytes, self.v.shape[-1], mixed)
 
     def back(self, out: Array) -> Array:
@@ -92,9 +92,9 @@ class Laid(NamedTuple):
         return cleared(out, self.real).astype(self.v.dtype)
 
 
-def on_device(call: Call, arrays: Arrays, starts: Any, known: Array | None = None) -> tuple[Array, Array | None]:
+def on_device(call: Call, arrays: Arrays, starts: Any, precomputed: Array | None = None) -> tuple[Array, Array | None]:
     """One device's part: its tokens in, its tokens' output back, and the state behind the last token of all, or of each
-    document. The states before chunks may be `known` (see `exchange`).
+    document. The states before chunks may be `precomputed` (see `exchange`).
     """
     plan, x = call.plan, Laid.out(call, arrays, starts)
     q, k = (jnp.repeat(each, x.v.shape[2] // each.shape[2], 2) for each in (x.q, x.k))  # a copy for each value head
@@ -114,13 +114,13 @@ def on_device(call: Call, arrays: Arrays, starts: Any, known: Array | None = Non
     written = chunkwise.written(k, v, g, beta, begin)
     maps = chunkwise.maps_of(k, v, written, g, begin)
     if documents:
-        own, alone = documents.of_chunks(initial), maps
+        own, own_maps = documents.of_chunks(initial), maps
         maps = documents.entered(maps, own)
-    before, end, inner = exchange(plan, way, maps, start, chunkwise.within, ((q, k, written, g), begin), known)
+    before, end, inner = exchange(plan, way, maps, start, chunkwise.within, ((q, k, written, g), begin), precomputed)
     if documents:
         before = documents.replaced(own, before)
         if call.returned:
-            end = summed(documents.ends(alone, before, initial), plan)
+            end = summed(documents.ends(own_maps, before, initial), plan)
     out = chunkwise.joined(chunkwise.passing(q, g, begin, inner, before), q.shape[0] * CHUNK)
     return x.back(documents.whole(out) if documents else out), end if call.returned else None
 

@@ -89,22 +89,22 @@ class Documents:
         """
         behind = maps.after(before)[self.last, jnp.arange(self.batch * self.parts)[:, None]]  # [R, n, ...]
         behind = jnp.where(self.ended[..., None, None, None], behind, 0)
-        found = behind.reshape(self.batch, self.parts, *behind.shape[1:]).sum(1)
-        found = jnp.where((self.empty & self.first_device)[..., None, None, None], initial, found)
-        return found.reshape(-1, *found.shape[2:])
+        ending = behind.reshape(self.batch, self.parts, *behind.shape[1:]).sum(1)
+        ending = jnp.where((self.empty & self.first_device)[..., None, None, None], initial, ending)
+        return ending.reshape(-1, *ending.shape[2:])
 
 
 def of_ranges(ends: Array, x: Array) -> Array:
     """The range that each x [X] lies in, [R, X]; range i of a row ends at ends[i], the last one has no end."""
-    found = jax.vmap(partial(jnp.searchsorted, v=x, side="right"))(ends)
-    return jnp.minimum(found, ends.shape[1] - 1)
+    number = jax.vmap(partial(jnp.searchsorted, v=x, side="right"))(ends)
+    return jnp.minimum(number, ends.shape[1] - 1)
 
 
 @jax.custom_vjp
 def taken(x: Array, to: Array, back: Array) -> Array:
     """x[r, to[r, i]], 0 where `to` is negative; `back` is the inverse, by which gradients go."""
-    found = x[jnp.arange(x.shape[0])[:, None], jnp.maximum(to, 0)]
-    return jnp.where(to.reshape(*to.shape, *[1] * (x.ndim - 2)) < 0, 0, found)
+    rows = x[jnp.arange(x.shape[0])[:, None], jnp.maximum(to, 0)]
+    return jnp.where(to.reshape(*to.shape, *[1] * (x.ndim - 2)) < 0, 0, rows)
 
 
 def taken_forward(x: Array, to: Array, back: Array) -> tuple[Array, Any]:

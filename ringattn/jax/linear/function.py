@@ -75,15 +75,17 @@ def problem_of(
 ) -> str | None:
     """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
     q, k, v, log_decay, beta, initial_state = arrays
-    found = of_linear(q, k, v, log_decay, beta, plan, docs, held) or of_dtypes(q, k, v) or of_scale(scale, q.shape[-1])
+    problem = (
+        of_linear(q, k, v, log_decay, beta, plan, docs, held) or of_dtypes(q, k, v) or of_scale(scale, q.shape[-1])
+    )
     for name, word in words.items():
-        found = found or of_choice(name, word, WORDS[name])
-    if found is None and initial_state is not None:
-        found = of_state("initial_state", initial_state, q, v, accumulator(q), docs)
+        problem = problem or of_choice(name, word, WORDS[name])
+    if problem is None and initial_state is not None:
+        problem = of_state("initial_state", initial_state, q, v, accumulator(q), docs)
     for name, x in (("log_decay", log_decay), ("beta", beta)):
-        if found is None and x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            found = f"{name} is {x.dtype}; expected floats"
-    return found
+        if problem is None and x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            problem = f"{name} is {x.dtype}; expected floats"
+    return problem
 
 
 def of_numbers(

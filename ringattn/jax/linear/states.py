@@ -46,16 +46,16 @@ class Exchange:
 
 
 def exchange(
-    plan: Plan, way: Way, maps: Map, start: Array, work: Work, given: Any, known: Array | None = None
+    plan: Plan, way: Way, maps: Map, start: Array, work: Work, given: Any, precomputed: Array | None = None
 ) -> tuple[Array, Array, Any]:
     """The state before each chunk [N, B * P, H, K, V], the one behind the whole sequence, and `work(*given)`.
 
     `maps` is what each chunk does, [N, B * P, ...]; `start` is before the first of all, the same on every device. If
-    the states before chunks are `known`, nothing is exchanged, and the state behind is 0; gradients are as without.
+    the states before chunks are `precomputed`, nothing is exchanged and the state behind is 0; gradients are the same.
     """
     arrays, fixed = given
     varied = vary((maps, start, arrays), axes_of(maps, start, arrays))
-    before, end, made = states(Exchange(plan, way, work), *varied, fixed, known)
+    before, end, made = states(Exchange(plan, way, work), *varied, fixed, precomputed)
     return before, summed(end, plan), made
 
 
@@ -70,15 +70,15 @@ def summed(end: Array, plan: Plan) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def states(
-    call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any, known: Array | None = None
+    call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any, precomputed: Array | None = None
 ) -> tuple[Array, Array, Any]:
     """The state before each chunk; behind all, on the device that the walk ends at, zeros elsewhere; the work done.
 
     `start` is the same on every device, and so it is in reverse: every device gets the sum of those ends.
     """
     plan = call.plan
-    if known is not None:
-        return known, vary(jnp.zeros_like(start), axes_of(maps, start)), call.work(arrays, fixed)
+    if precomputed is not None:
+        return precomputed, vary(jnp.zeros_like(start), axes_of(maps, start)), call.work(arrays, fixed)
     if plan.ring * plan.ulysses == 1:
         return *walk(maps, start, call.reverse), call.work(arrays, fixed)
     own = composed(maps, call.reverse)
@@ -92,8 +92,10 @@ def states(
     return walk(maps, before, call.reverse)[0], jnp.where(here, end, 0), made
 
 
-def forward(call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any, known: Array | None) -> tuple[Any, Any]:
-    before, end, made = states(call, maps, start, arrays, fixed, known)
+def forward(
+    call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any, precomputed: Array | None
+) -> tuple[Any, Any]:
+    before, end, made = states(call, maps, start, arrays, fixed, precomputed)
     before = checkpoint_name(before, KEPT)
     return (before, end, made), (maps, before, arrays, fixed)
 
@@ -122,8 +124,8 @@ def through_all(call: Exchange, own: Map, start: Array) -> tuple[Array, Array]:
     at = np.array([(r * U + u) * parts + p for r, u, p in call.walk])
     every = jax.tree.map(lambda x: gathered(plan, axes, x)[at], own)
     before, end = walk(every, start)
-    place = np.argsort(at).astype(np.int32).reshape(plan.ring, U, parts)
-    return rows(before[jnp.asarray(place)[plan.ring_axis.rank, plan.ulysses_axis.rank]]), end
+    inverse = np.argsort(at).astype(np.int32).reshape(plan.ring, U, parts)
+    return rows(before[jnp.asarray(inverse)[plan.ring_axis.rank, plan.ulysses_axis.rank]]), end
 
 
 def around(call: Exchange, own: Map, start: Array, given: Any) -> tuple[Array, Array, Any]:
@@ -131,24 +133,24 @@ def around(call: Exchange, own: Map, start: Array, given: Any) -> tuple[Array, A
     plan, parts, trips = call.plan, segments(call.plan), passes(call.plan)
     flip = slice(None, None, -1 if call.reverse else 1)
     shard = jax.tree.map(lambda x: gathered(plan, (plan.ulysses_axis,), x)[flip], own)
-    found, made, state = [], [], start
+    befores, made, state = [], [], start
     for i in range(trips):
         maps, share = jax.tree.map(lambda x, i=i: x[len(x) * i // trips : len(x) * (i + 1) // trips], (shard, given))
         reverse = i == 1 if trips == 2 else call.reverse
         before, state, done = passed(call, reverse, composed(maps), state, share)
-        found.append(walk(maps, before)[0])
+        befores.append(walk(maps, before)[0])
         made.append(done)
-    mine = lax.dynamic_slice_in_dim(jnp.concatenate(found)[flip], plan.ulysses_axis.rank * parts, parts)
+    mine = lax.dynamic_slice_in_dim(jnp.concatenate(befores)[flip], plan.ulysses_axis.rank * parts, parts)
     return rows(mine), state, jax.tree.map(lambda *x: jnp.concatenate(x), *made)
 
 
 def passed(call: Exchange, reverse: bool, own: Map, start: Array, given: Any) -> tuple[Array, Array, Any]:
     """The state before this device and behind it, which goes round the ring in pieces; the work done."""
     n = call.way.pieces
-    cut = pieces_of(own.kv, n)
+    values = pieces_of(own.kv, n)
 
     def onward(i: Any, state: Array) -> Array:
-        return Map(own.factor, cut[i]).after(state)
+        return Map(own.factor, values[i]).after(state)
 
     def work(given: Any) -> Any:
         return call.work(*given)

@@ -56,8 +56,8 @@ def dealt(
     spec: AttentionSpec = attention_of(model).get("spec", AttentionSpec())
     open_plan = balanced(plan, spec)
     if not docs.plain:  # whose tokens see others than those of their document
-        one = shape[0] == 1 and not docs.padded
-        return Dealt(open_plan.for_docs(docs), docs, torch.arange(shape[1]), shape) if one else None
+        single = shape[0] == 1 and not docs.padded
+        return Dealt(open_plan.for_docs(docs), docs, torch.arange(shape[1]), shape) if single else None
     one_row = as_one_row(docs, shape, None if attention_mask is None else attention_mask.bool().numpy(force=True))
     if one_row is None:
         return None

@@ -55,7 +55,7 @@ def forward(
     head, docs = kwargs.pop("fused_lm_head", False), kwargs.get("docs")
     if head and docs is not None:
         raise ValueError("docs with fused_lm_head are not supported; pass packed documents by position_ids")
-    plan, given, later = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
+    plan, given, later = local_inputs(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
     one_row = self.ringattn_last if isinstance(self.ringattn_last, Dealt) else None
     if head:
         whole = next(iter(targets_of(labels, shift_labels, None)), None)  # TRL's labels ignore padding
@@ -123,10 +123,10 @@ def few(
 
 
 @torch.compiler.disable
-def cut(
+def local_inputs(
     self: Any, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None,
     following: dict[str, Tensor | None], inputs_embeds: Tensor | None, kwargs: dict[str, Any],
-) -> tuple[Plan, dict[str, Any], hf_vision.Cut | None]:  # fmt: skip
+) -> tuple[Plan, dict[str, Any], hf_vision.Share | None]:  # fmt: skip
     """The plan for these sequences, and what the model itself is called with: this rank's tokens.
 
     With images it is called with all tokens, and its decoder cuts them.
@@ -149,7 +149,7 @@ def cut(
     if labels is not None and self.get_output_embeddings() is None:
         raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
     either = (("input_ids", input_ids), ("inputs_embeds", inputs_embeds))
-    x = {name: one for name, one in either if one is not None}
+    x = {name: value for name, value in either if value is not None}
     media = hf_vision.media_of(self, kwargs)
     if self.ringattn.compare:
         hf_vision.compare(plan, {**media, "input_ids": input_ids})
@@ -162,7 +162,7 @@ def cut(
     one_row = None if labels is None or media else dealt(self, plan, where, attention_mask, (B, T))
     self.ringattn_last = one_row or plan
     if media:
-        later = hf_vision.Cut(Call(plan, where), (B, T), own, partial(plan.shard, compare=False))
+        later = hf_vision.Share(Call(plan, where), (B, T), own, partial(plan.shard, compare=False))
         given = hf_vision.all_tokens({**x, **media, "position_ids": positions}, attention_mask, later)
     else:
         given, later = of_text(self, x, own if positions is None else positions, one_row, Call(plan, where)), None
@@ -179,10 +179,10 @@ def of_text(self: Any, x: dict[str, Tensor], positions: Tensor, one_row: Dealt |
         rotary.ringattn_last = positions.max()
     if one_row:
         call = Call(one_row.plan, one_row.docs)
-        x = {name: one_row.row(one) for name, one in x.items()}
-        rows = [one_row.row(one) for one in (positions if positions.dim() == 3 else [positions])]
+        x = {name: one_row.row(value) for name, value in x.items()}
+        rows = [one_row.row(value) for value in (positions if positions.dim() == 3 else [positions])]
         positions = torch.stack(rows) if positions.dim() == 3 else rows[0]
-    shards = {name: call.plan.shard(one, dim=1, compare=False) for name, one in x.items()}
+    shards = {name: call.plan.shard(value, dim=1, compare=False) for name, value in x.items()}
     return {**shards, "position_ids": call.plan.shard(positions, dim=-1, compare=False), "ringattn": call}
 
 
@@ -220,9 +220,11 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict
         kind = "[batch, tokens]" if dims == 2 else "[batch, tokens, width]"
         raise ValueError(f"{name} has shape {tuple(given.shape)}; expected {kind}")
     B, T = given.shape[:2]
-    one = [((B, T),)] * len(following)
+    single = [((B, T),)] * len(following)
     several = tuple((*rows, b, T) for b in (B, 1) for rows in ((), (3,), (4,)))  # of M-RoPE
-    for (other, x), shapes in zip((*following.items(), ("position_ids", position_ids)), (*one, several), strict=True):
+    for (other, x), shapes in zip(
+        (*following.items(), ("position_ids", position_ids)), (*single, several), strict=True
+    ):
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
             shape = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
             raise ValueError(f"{other} {shape}; expected a tensor of shape ({B}, {T}), whole as {name} is")

@@ -140,14 +140,14 @@ def with_cache(
     if n > FEW or padding is not None or not cache.begun():
         chunk = Chunk(spread.local(self, n), B, n_kept, padding, tokens.device)
         call, kept_here = chunk.call(cache), chunk.few.mine
-    cut = hf_vision.Cut(call, (B, n), own, chunk.take if chunk else unchanged, padding)
+    share = hf_vision.Share(call, (B, n), own, chunk.take if chunk else unchanged, padding)
     if media:
         mask = None if attention_mask is None else attention_mask[:, -n:]
         media = {name: x[:, -n:] if name.endswith(hf_vision.TYPES) else x for name, x in media.items()}
-        new, later = hf_vision.all_tokens({name: tokens, "position_ids": position_ids, **media}, mask, cut), cut
+        new, later = hf_vision.all_tokens({name: tokens, "position_ids": position_ids, **media}, mask, share), share
     else:
-        at = cut.positions(self.ringattn_before.stretched, position_ids)
-        new, later = {name: cut.take(tokens, 1), **at, "ringattn": call}, None
+        at = share.positions(self.ringattn_before.stretched, position_ids)
+        new, later = {name: share.take(tokens, 1), **at, "ringattn": call}, None
     with torch.no_grad(), hf_vision.cutting(self, later):
         output = self.local_forward(**new, **keeping(self, kept_here), **{"use_cache": False, **accepted(given)})
     logits = output.logits if chunk is None or takes_kept(self) else output.logits[:, kept_here]
@@ -165,24 +165,24 @@ def unchanged(x: Tensor, dim: int) -> Tensor:
 class Chunk:
     """New tokens [B, n] spread over ranks, each row's real ones first and then the padding that came before them."""
 
-    def __init__(self, part: Plan, B: int, n_kept: int, padding: Tensor | None, device: Any):
-        self.part, self.padding, n = part, padding, part.seq_len
+    def __init__(self, plan: Plan, B: int, n_kept: int, padding: Tensor | None, device: Any):
+        self.plan, self.padding, n = plan, padding, plan.seq_len
         every, rows = (torch.arange(size, device=device) for size in (n, B))
         first = 0 if padding is None else padding[:, None]
         self.rows, self.at = rows[:, None], (every + first) % n
         wanted, back = torch.unique((every[None, n - n_kept :] - first) % n, return_inverse=True)
-        self.few, self.back = kept(wanted, part, device), back.view(-1, n_kept).expand(B, n_kept)
+        self.few, self.back = kept(wanted, plan, device), back.view(-1, n_kept).expand(B, n_kept)
 
     def call(self, cache: RanksCache) -> Call:
-        n, padding = self.part.seq_len, self.padding
+        n, padding = self.plan.seq_len, self.padding
         if padding is None:
-            return Call(self.part, None, cache, spread=True)
+            return Call(self.plan, None, cache, spread=True)
         docs = Docs.from_lengths(torch.stack([n - padding, padding], 1))
-        return Call(self.part, docs, cache, spread=True, lengths=n - padding)
+        return Call(self.plan, docs, cache, spread=True, lengths=n - padding)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of x, whose dims before `dim` and at it are rows and tokens."""
-        mine: Tensor = self.part.shard(x[(slice(None),) * (dim - 1) + (self.rows, self.at)], dim)
+        mine: Tensor = self.plan.shard(x[(slice(None),) * (dim - 1) + (self.rows, self.at)], dim)
         return mine
 
     def join(self, logits: Tensor) -> Tensor:

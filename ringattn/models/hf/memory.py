@@ -60,8 +60,8 @@ def of_single_tokens(decoder: nn.Module) -> list[nn.Module]:
 def fits(module: Any) -> bool:
     """Whether it is a function of single tokens and nothing else, of a known width."""
     draws = any(isinstance(x, nn.Dropout) and x.p for x in module.modules())
-    alone = len(signature(module.forward).parameters) == 1
-    return bool(alone and not draws and not hasattr(module, "experts") and width(module))
+    unary = len(signature(module.forward).parameters) == 1
+    return bool(unary and not draws and not hasattr(module, "experts") and width(module))
 
 
 def width(module: nn.Module) -> int:

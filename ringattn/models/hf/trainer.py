@@ -169,7 +169,7 @@ class OverRanks(hf_trl.Answers):
     def whole(self, x: Any, B: int, T: int) -> Any:
         """The rows of all tokens, of an output or of several [B, t, ...]."""
         if isinstance(x, list | tuple):
-            return tuple(self.whole(one, B, T) for one in x)
+            return tuple(self.whole(each, B, T) for each in x)
         model = hf_model.inner(self.model)
         plan, last = self.spread.local(model, T), model.ringattn_last
         if isinstance(last, Dealt) and isinstance(x, Tensor) and x.shape[:2] == (1, last.plan.local_len):
@@ -187,7 +187,7 @@ class OverRanks(hf_trl.Answers):
     def of_data_ranks(self, x: Any, real: int | None) -> Any:
         """The rows of all data ranks in the order of the dataset, without those that only fill up the last batch."""
         if isinstance(x, list | tuple):
-            return tuple(self.of_data_ranks(one, real) for one in x)
+            return tuple(self.of_data_ranks(each, real) for each in x)
         rows = self.accelerator.gather(x).unflatten(0, (self.args.world_size, -1))[self.firsts]
         return (rows if self.by_accelerate else rows.transpose(0, 1)).flatten(0, 1)[:real]
 

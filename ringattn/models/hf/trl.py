@@ -87,7 +87,7 @@ class Answers:
         """A ValueError about arguments with which answers or losses would be wrong; batches are those of data ranks."""
         if not self.answers:
             return
-        if not any(one.__name__ == "GRPOTrainer" for one in type(self).__mro__):
+        if not any(kind.__name__ == "GRPOTrainer" for kind in type(self).__mro__):
             raise ValueError(
                 f"{type(self).__name__} deals out answers that it generates itself; of such trainers GRPOTrainer is "
                 "supported over ranks"

@@ -28,7 +28,7 @@ TYPES = "token_type_ids"
 SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Cut:
+class Share:
     """How one forward pass calls the text decoder: which of the tokens [B, T] are this rank's, and their call."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Cut:
             rotary.ringattn_last = x.max()
         return {"position_ids": self.take(x.expand(*x.shape[:-2], *self.shape), x.dim() - 1)}
 
-    def __deepcopy__(self, memo: Any) -> "Cut":
+    def __deepcopy__(self, memo: Any) -> "Share":
         return self
 
 
@@ -90,13 +90,13 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def cutting(model: Any, cut: Cut | None) -> Iterator[None]:
+def cutting(model: Any, share: Share | None) -> Iterator[None]:
     """Within this block the text decoder of the model is given all tokens, and cuts them."""
-    decoder = None if cut is None else decoder_of(model)
+    decoder = None if share is None else decoder_of(model)
     if decoder is None:
         yield
         return
-    decoder.ringattn_cut = cut
+    decoder.ringattn_cut = share
     try:
         yield
     finally:
@@ -117,11 +117,11 @@ def refuse_rows(model: Any, position_ids: Any) -> None:
         )
 
 
-def all_tokens(given: dict[str, Any], attention_mask: Tensor | None, cut: Cut) -> dict[str, Any]:
+def all_tokens(given: dict[str, Any], attention_mask: Tensor | None, share: Share) -> dict[str, Any]:
     """What the model is called with where its decoder cuts: all tokens, and what its towers see."""
     given = {name: x for name, x in given.items() if x is not None}
     if attention_mask is None:  # with one, transformers looks for no packed documents: these are in the call
-        attention_mask = torch.ones(cut.shape, dtype=torch.long, device=cut.own.device)
+        attention_mask = torch.ones(share.shape, dtype=torch.long, device=share.own.device)
     return {**given, "attention_mask": attention_mask}
 
 
@@ -156,22 +156,22 @@ def compare(plan: Plan, given: dict[str, Any]) -> None:
 
 
 @torch.compiler.disable
-def cut_arguments(self: Any, cut: Cut, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def cut_arguments(self: Any, share: Share, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What the decoder is called with: of each argument the rows of this rank's tokens."""
     name = type(self).__name__
     named = signature(type(self).forward).bind(self, *args, **kwargs).arguments
     del named["self"]
     given = {**named.pop("kwargs", {}), **named}
-    mine: dict[str, Any] = cut.positions(stretched(self), given.pop("position_ids", None))
-    mask, call = mask_of(cut, given.pop("attention_mask", None), name), cut.call
+    mine: dict[str, Any] = share.positions(stretched(self), given.pop("position_ids", None))
+    mask, call = mask_of(share, given.pop("attention_mask", None), name), share.call
     if isinstance(mask, Asked):  # of decoders that make masks of what is given, as Gemma's
         mask, call = None, call.replace(asked=mask)
     mine["attention_mask"] = mask
-    marks = next((x for x in given.values() if is_a_row_a_token(x, cut) and x.dtype == torch.bool), None)
-    places = None if marks is None else Places(cut, marks)
+    marks = next((x for x in given.values() if is_a_row_a_token(x, share) and x.dtype == torch.bool), None)
+    places = None if marks is None else Places(share, marks)
     for argument, x in given.items():
-        if is_a_row_a_token(x, cut):
-            mine[argument] = cut.take(x, 1)
+        if is_a_row_a_token(x, share):
+            mine[argument] = share.take(x, 1)
         elif holds_tensors(x):
             if places is None:
                 raise ValueError(
@@ -183,8 +183,8 @@ def cut_arguments(self: Any, cut: Cut, args: Any, kwargs: dict[str, Any]) -> dic
     return {**mine, "ringattn": call}
 
 
-def is_a_row_a_token(x: Any, cut: Cut) -> bool:
-    return isinstance(x, Tensor) and tuple(x.shape[:2]) == cut.shape
+def is_a_row_a_token(x: Any, share: Share) -> bool:
+    return isinstance(x, Tensor) and tuple(x.shape[:2]) == share.shape
 
 
 def holds_tensors(x: Any) -> bool:
@@ -197,40 +197,40 @@ def holds_tensors(x: Any) -> bool:
 class Places:
     """Features of the marked tokens only, in the order of the batch: what deepstack adds to hidden states."""
 
-    def __init__(self, cut: Cut, marks_BT: Tensor):
-        number = marks_BT.flatten().long().cumsum(0).sub(1).view(cut.shape)
-        self.mine, self.all = cut.take(number, 1)[cut.take(marks_BT, 1)], int(marks_BT.sum())
+    def __init__(self, share: Share, marks_BT: Tensor):
+        number = marks_BT.flatten().long().cumsum(0).sub(1).view(share.shape)
+        self.mine, self.all = share.take(number, 1)[share.take(marks_BT, 1)], int(marks_BT.sum())
 
     def take(self, x: Any, name: str) -> Any:
         """The features [N, ...] of this rank's marked tokens, in a list or a dict if they come so."""
         if isinstance(x, dict):
-            return {key: self.take(one, name) for key, one in x.items()}
+            return {key: self.take(each, name) for key, each in x.items()}
         if isinstance(x, list | tuple):
-            return [self.take(one, name) for one in x]
+            return [self.take(each, name) for each in x]
         if len(x) != self.all:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a row for each of {self.all} marked tokens")
         return x[self.mine]
 
 
-def mask_of(cut: Cut, mask: Any, name: str) -> Any:
+def mask_of(share: Share, mask: Any, name: str) -> Any:
     """The mask of each type of layer; padding and documents are in the call."""
     if isinstance(mask, dict):
-        return {key: mask_of(cut, one, name) for key, one in mask.items()}
+        return {key: mask_of(share, each, name) for key, each in mask.items()}
     if isinstance(mask, Asked):
-        return mask if mask.sees is None else Asked(mask.keys, causal=True, docs=both_ways(cut, mask.sees))
+        return mask if mask.sees is None else Asked(mask.keys, causal=True, docs=both_ways(share, mask.sees))
     if isinstance(mask, Tensor) and mask.dim() > 2:
         raise ValueError(f"{name} is given a mask {tuple(mask.shape)} of its own, which is not supported over ranks")
     return None
 
 
-def both_ways(cut: Cut, sees: Any) -> Docs | None:
+def both_ways(share: Share, sees: Any) -> Docs | None:
     """The documents of the call, in which images, or a prefix, see themselves both ways; None without such tokens."""
-    docs, (B, T), device = cut.call.docs, cut.shape, cut.own.device
-    first = torch.tensor(cut.first, device=device)[:, None]
+    docs, (B, T), device = share.call.docs, share.shape, share.own.device
+    first = torch.tensor(share.first, device=device)[:, None]
     at = torch.arange(T, device=device).expand(B, T) - first
     starts = torch.tensor([[0, T]] if docs is None else docs.starts.tolist(), device=device).expand(B, -1)
     spans = spans_of(sees, torch.searchsorted(starts.contiguous(), at.contiguous(), right=True))
     if not any(spans):
         return None
-    kept = [[(a - n, b - n) for a, b in row if a >= n] for row, n in zip(spans, cut.first, strict=True)]
+    kept = [[(a - n, b - n) for a, b in row if a >= n] for row, n in zip(spans, share.first, strict=True)]
     return Docs.from_lengths(starts.diff(dim=1), pad_to=T, spans=kept)

@@ -44,7 +44,7 @@ class Call:
         self.shape, self.groups, self.gathers, self.narrow = recipe.shape, recipe.groups, recipe.gathers, recipe.narrow
         self.gradients = recipe.gradients
         self.ring, self.ulysses = plan.ring_axis, plan.ulysses_axis
-        self.alone = self.ulysses.size == 1 and self.groups == 1  # whether no heads are exchanged
+        self.keeps_heads = self.ulysses.size == 1 and self.groups == 1  # whether no heads are exchanged
         self.exchanges_dlse = lse and self.ulysses.size > 1  # all ranks alike, also one whose lse has no gradient
         self.order = swapped_of(plan.tokens, self.ring.rank, device)  # of what Ulysses ranks hold, where they exchange
         same = mask.key_docs is None and plan.keys is plan
@@ -63,7 +63,7 @@ class Call:
         return self.ready(self.recipe.backward)
 
     def ready(self, pass_: recipes.Pass) -> Bound:
-        spec, step = self.recipe.mask.spec, pass_.alone
+        spec, step = self.recipe.mask.spec, pass_.only
         families = any(s.where is not None and s.where.also for round_ in pass_.rounds for s in round_.steps)
         kernel = score_with(pass_.kernel, spec.scale_for(self.shape.head_dim), spec.softcap, families)
         return Bound(pass_.rounds, kernel, step.where if step else None)

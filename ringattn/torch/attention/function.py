@@ -74,12 +74,12 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     """
     kept: Kept = []
     with no_autocast(q.device):
-        if call.alone:
+        if call.keeps_heads:
             if call.padded:
                 q, k, v = (cleared(x, real) for x, real in zip((q, k, v), call.reals, strict=True))
             start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
-            part = next(attended(call, iter([(q, k, v, start)])))
-            out, lse = in_dtype(part.out, q.dtype), part.lse
+            partial = next(attended(call, iter([(q, k, v, start)])))
+            out, lse = in_dtype(partial.out, q.dtype), partial.lse
         else:
             out, lse, kept = swapped(call, q, k, v, sinks)
         if call.padded:
@@ -102,8 +102,8 @@ def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
             del group
 
     def leaving() -> Iterator[Pending]:
-        for g, part in enumerate(attended(call, entering())):
-            results = [part.out.to(q.dtype), part.lse]
+        for g, partial in enumerate(attended(call, entering())):
+            results = [partial.out.to(q.dtype), partial.lse]
             if keep:
                 kept[g] += results
             yield leave(results, axis, call.order)
@@ -118,7 +118,7 @@ def backward(
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, accumulated in float32 on the way."""
     dout, dlse = given(call, kept, dout, dlse)
     with no_autocast(dout.device):
-        if call.alone:
+        if call.keeps_heads:
             q, k, v, out, lse = kept
             if call.padded:
                 q, k, v, dout = (cleared(x, r) for x, r in zip((q, k, v, dout), (*call.reals, call.real), strict=True))
@@ -214,7 +214,7 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
     for q, k, v, out, lse, dout, dlse in groups:
         rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta)
         if where is not None:
-            grads = kernel.backward((q, k, v), where, rows, alone=True)
+            grads = kernel.backward((q, k, v), where, rows, final=True)
         else:
             grads = ring.backward(q, k, v, rows, call.ring, rounds, kernel, call.narrow)
         yield *(in_dtype(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), delta

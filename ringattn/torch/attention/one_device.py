@@ -116,8 +116,8 @@ def attend_op(
 ) -> tuple[Tensor, Tensor]:
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
     with no_autocast(q.device):
-        part = kernel.attend(q, k, v, where, scale=scale, softcap=softcap)
-    return part.out.contiguous(), part.lse.contiguous()
+        partial = kernel.attend(q, k, v, where, scale=scale, softcap=softcap)
+    return partial.out.contiguous(), partial.lse.contiguous()
 
 
 @fake("attend")

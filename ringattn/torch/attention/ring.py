@@ -101,11 +101,11 @@ def of_round(
         room, trip = room_for(following, *held)
         with axis.sharing(*trip, f"keys of step {i + 1} of {count}, backward", score.kernel.fills) as coming:
             if given:
-                grads = score.backward(*given, OF_KEYS if parted else ALL, (dq.place, None, None))
+                grads = score.backward(*given, OF_KEYS if parted else ALL, (dq.running, None, None))
         queries, heads = step.heads or EVERY
         home.send(step, grads[1:], f"gradients of step {i} of {count}", heads)
         if given and parted:
-            grads = score.backward(*given, OF_QUERIES, (dq.place, None, None))
+            grads = score.backward(*given, OF_QUERIES, (dq.running, None, None))
         dq.add(grads[0], heads=queries)
         dq.fold()
         coming.wait()

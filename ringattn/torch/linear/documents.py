@@ -127,11 +127,11 @@ class Documents:
     def index(self, x: Ints, dtype: Any = np.int64) -> Tensor:
         return torch.from_numpy(x.astype(dtype)).to(self.device)
 
-    def inverses(self, token: Ints, place: Ints) -> list[Tensor]:
+    def inverses(self, token: Ints, slot: Ints) -> list[Tensor]:
         """(each place's token, the places without one, each token's place, the tokens without one: padding)."""
         sizes = self.shape[0] * self.shape[1], self.tokens[0] * self.tokens[1]
         indices, dtype = [], np.int32 if max(sizes) < 2**31 else np.int64  # calls are cached, and these with them
-        for size, to, source in zip(sizes, (place, token), (token, place), strict=True):
+        for size, to, source in zip(sizes, (slot, token), (token, slot), strict=True):
             every = np.full(size, -1)
             every[to] = source
             indices += [self.index(np.maximum(every, 0), dtype), self.index(np.flatnonzero(every < 0))]
@@ -145,8 +145,8 @@ class Documents:
 
     def whole(self, x: Tensor) -> Tensor:
         """The inverse of `folded`; zeros for padding."""
-        _, _, place, padding = self.places
-        return x.flatten(0, 1).index_select(0, place).index_fill_(0, padding, 0).unflatten(0, self.tokens)
+        _, _, slot, padding = self.places
+        return x.flatten(0, 1).index_select(0, slot).index_fill_(0, padding, 0).unflatten(0, self.tokens)
 
     def inputs(self, call: "LinearCall", given: "Given") -> Inputs:
         q, k, v, g, beta = (None if x is None else self.folded(x) for x in given[:5])

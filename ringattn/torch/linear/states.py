@@ -116,9 +116,9 @@ class Flight:
     def relay(self, i: int, value: State) -> Relay:
         """The i-th pass of the state around the ring; the first rank begins with `value`."""
         whole, count = reduce(Map.then, (self.maps[place] for place in self.passage.legs[i])), self.passage.way.pieces
-        cut = [Map(whole.factor, kv.contiguous()) for kv in whole.kv.chunk(count, 3)]
+        split = [Map(whole.factor, kv.contiguous()) for kv in whole.kv.chunk(count, 3)]
         pieces = [None] * count if value is None else [x.contiguous() for x in value.chunk(count, 3)]
-        return Relay(self.ring, pieces, [each.after for each in cut], self.passage.reversed[i], like=cut[0].kv)
+        return Relay(self.ring, pieces, [each.after for each in split], self.passage.reversed[i], like=split[0].kv)
 
     def maps_in(self, every: Tensor, places: Iterable[Place]) -> Iterator[Map]:
         """The maps of these segments, among those of all ring ranks, [R, U, B * P, H, K, factor and kv]."""
