@@ -74,7 +74,7 @@ class Played:
         return self.worked / self.seconds
 
 
-class Step(NamedTuple):
+class Wave(NamedTuple):
     """[rank]: the pairs that the ranks of a ring see in a step, and the tokens of keys that come to them before it."""
 
     pairs: np.ndarray
@@ -116,29 +116,29 @@ class Whole:
 
         self.way = way
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Wave]:
         for before, o in pairwise([0, *self.rounds]):
             for visit in self.visits:
                 yield self.step(o, (o - before) * self.size, visit)
 
-    def step(self, o: int, hop: int, visit: list[int]) -> Step:
+    def step(self, o: int, hop: int, visit: list[int]) -> Wave:
         cells = []
         for d in visit:
             seen, (*_, remote) = self.pairs[o * self.size + d], self.way(hop, d)
             tokens = self.length * (seen > 0 if d else o > 0)
             cells.append((seen.astype(float), tokens * ~remote, tokens * remote))
         pairs, near, far = (reduce(np.add, each) for each in zip(*cells, strict=True))
-        return Step(pairs, near, far, *self.way(hop, visit[0])[:2], o > 0 and visit[0] == 0)
+        return Wave(pairs, near, far, *self.way(hop, visit[0])[:2], o > 0 and visit[0] == 0)
 
 
 @lru_cache(maxsize=1)
-def steps_of(spread: Spread, together: int) -> Iterable[Step]:
+def steps_of(spread: Spread, together: int) -> Iterable[Wave]:
     """What all ranks of a ring do, step by step, each with up to so many blocks."""
     if spread.queries.ring > EXACT:
         return Whole(spread, together)
     x = course(spread, together)
     columns = (each.T for each in (x.pairs, x.near, x.far, x.sender, np.argsort(x.sender, 0)))
-    return [Step(*each) for each in zip(*columns, x.passed.tolist(), strict=True)]
+    return [Wave(*each) for each in zip(*columns, x.passed.tolist(), strict=True)]
 
 
 def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
@@ -204,7 +204,7 @@ class Links:
 
 
 def ring_pass(
-    world: World, steps: Iterable[Step], links: tuple[Links, Links], seconds: Callable[[np.ndarray], np.ndarray],
+    world: World, steps: Iterable[Wave], links: tuple[Links, Links], seconds: Callable[[np.ndarray], np.ndarray],
     entered: np.ndarray, played: Played, token_bytes: float, returned: float, summed: float,
 ) -> np.ndarray:  # fmt: skip
     """When every rank is done with all steps, which are noted; `seconds` are those of pairs.
@@ -223,12 +223,12 @@ def ring_pass(
         some = [kind.send(n, nbytes, ready, factors) for kind, n in zip(links, (near, far), strict=True) if n.any()]
         return np.maximum(*some) if len(some) == 2 else some[0] if some else never
 
-    def keys(step: Step) -> np.ndarray:
+    def keys(step: Wave) -> np.ndarray:
         sizes = step.near[step.reader], step.far[step.reader]
         sent = moved(*sizes, token_bytes, begun if step.passed else entered)
         return np.maximum(sent[step.sender], entered)
 
-    def passed_on(following: Step | None) -> np.ndarray:
+    def passed_on(following: Wave | None) -> np.ndarray:
         """When the sums of the held tokens are at the next holder; those that do not go on go home."""
         nonlocal home
         ready, rest, come = np.maximum(np.maximum(sums, coming), done), held, entered
