@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -127,8 +127,11 @@ def keys_below(
     size, ring = len(table.starts), layout.ring
     within = np.bincount(row * size + piece, number, rows * size).reshape(rows, size)
     below = lengths * (within.sum(1, keepdims=True) - within.cumsum(1))  # whole pieces
-    order = np.argsort(table.owners, kind="stable")
-    whole = np.add.reduceat(below.take(order, 1), np.searchsorted(table.owners[order], np.arange(ring)), axis=1)
+    order, number = np.argsort(table.owners, kind="stable"), np.bincount(table.owners)
+    if (number == number[0]).all():
+        whole = reduce(np.add, (below.take(each, 1) for each in order.reshape(ring, -1).T))
+    else:
+        whole = np.add.reduceat(below.take(order, 1), np.cumsum(number) - number, axis=1)
     part = np.bincount(row * ring + table.owners[piece], keys, rows * ring).reshape(rows, ring)
     return every + whole + part
 

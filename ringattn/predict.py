@@ -103,17 +103,15 @@ class Spread(NamedTuple):
     gpus: int
     spec: AttentionSpec
     docs: Docs | None
-    every: bool = False  # all ranks of the ring, not some
 
 
 @lru_cache(maxsize=256)
 def shown(
-    queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None, every: bool
+    queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None
 ) -> tuple[np.ndarray, np.ndarray, Schedule | None]:
     """The ranks that are computed; [rank, block]: the pairs that each sees; the schedule, if the ring is computed."""
     ring = queries.ring
-    some = ring > EXACT and not every
-    ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if some else np.arange(ring)
+    ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if ring > EXACT else np.arange(ring)
     pairs = seen_pairs(queries, keys, spec, docs, ranks)
     if ring > EXACT:
         return ranks, pairs, None
@@ -137,7 +135,7 @@ class Blocks(NamedTuple):
     read: np.ndarray  # [distance, rank], on the rank's own host
 
 
-def behind(x: np.ndarray, distance: np.ndarray, n: int) -> np.ndarray:
+def behind(x: np.ndarray, distance: Any, n: int) -> np.ndarray:
     """(x - distance) % n of numbers below n, which is slower."""
     at = x - distance
     return at + n * (at < 0)
@@ -147,7 +145,7 @@ def behind(x: np.ndarray, distance: np.ndarray, n: int) -> np.ndarray:
 def blocks(spread: Spread) -> Blocks:
     ring, ulysses, hosts, gpus = spread.queries.ring, spread.queries.ulysses, spread.hosts, spread.gpus
     size = ring // hosts
-    ranks, pairs, schedule = shown(spread.queries, spread.keys, spread.spec, spread.docs, spread.every)
+    ranks, pairs, schedule = shown(spread.queries, spread.keys, spread.spec, spread.docs)
     if schedule is None:  # blocks travel whole
         length = spread.keys.shard_len
         tokens, onward = np.where(pairs > 0, length, 0), np.broadcast_to(length, (hosts, ring))

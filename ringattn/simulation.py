@@ -3,48 +3,66 @@
 Every transfer waits for its block, then for its turn on the sender's link; every step waits for its keys, then for the
 GPU. Ranks and hosts may be slow, and times may vary. What the closed form of `predict` leaves out is here: queues on
 links that GPUs of a host share, ranks that wait for late neighbours, and what one slow rank does to all others. Events
-of one step of all ranks are computed at once, with numpy: thousands of ranks on one core.
+of one step of all ranks are computed at once, with numpy, and only those of the next step are kept: 16,384 ranks in a
+ring have 268 million steps, forward and again backward.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, reduce
+from itertools import chain, pairwise
 from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.cost import Course, Shape, kv_heads_of_a_rank, replicas
+from ringattn.bands import work_of
+from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
 from ringattn.machine import Link, Machine
 from ringattn.planning import Plan
-from ringattn.predict import BACKWARD, MEASURED, Rates, Spread, across, course
+from ringattn.predict import BACKWARD, EXACT, MEASURED, Rates, Spread, across, behind, course
+from ringattn.schedule import growing
 from ringattn.spec import AttentionSpec, Docs
 
 SLOW = re.compile(r"(rank|host)(\d+):([0-9.]+)")
+MOST = 16384  # ranks of a ring: it takes a minute, and a gigabyte of pairs
+ONE = np.ones(1)
 
 
 class World(NamedTuple):
     """Where ranks are and how fast each is; `jitter` is the relative deviation of every duration."""
 
     machine: Machine
-    hosts: np.ndarray  # [ring, ulysses]
+    host: np.ndarray  # [ring]: of the first Ulysses rank
     speed: np.ndarray  # [ring, ulysses]
     jitter: float
     random: np.random.Generator
 
-    def varied(self, seconds: np.ndarray) -> np.ndarray:
-        """The same durations, as they come out."""
+    def vary(self, shape: tuple[int, ...]) -> np.ndarray:
+        """By what factors durations differ from what is described."""
         if not self.jitter:
-            return seconds
-        return seconds * np.exp(self.random.normal(0.0, self.jitter, seconds.shape))
+            return ONE
+        return np.exp(self.jitter * self.random.standard_normal(shape, np.float32))
 
 
-class Played(NamedTuple):
-    """Of every step of every rank [step, ring, ulysses]: when its keys came, when it began and ended, in seconds."""
+class Played:
+    """When ranks were done, in seconds, and of those that are `watched`, by number, what each step did when."""
 
-    arrived: np.ndarray
-    begun: np.ndarray
-    ended: np.ndarray
-    finish: np.ndarray  # [ring, ulysses], of forward and backward
+    def __init__(self, watched: Sequence[int]):
+        self.watched, self.rows = list(watched), list[list[np.ndarray]]()
+        self.worked = 0.0  # seconds of the mean rank
+        self.finish: np.ndarray = np.zeros(0)  # [ring, ulysses], of forward and backward
+
+    def add(self, arrived: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> None:
+        """A step of all ranks: when its keys came, when it began and ended."""
+        self.worked += float((ended - begun).mean())
+        if self.watched:
+            self.rows.append([x.ravel()[self.watched] for x in (arrived, begun, ended)])
+
+    @property
+    def steps(self) -> np.ndarray:
+        """[arrived, begun, ended; step, watched]"""
+        return np.array(self.rows).swapaxes(0, 1)
 
     @property
     def seconds(self) -> float:
@@ -53,7 +71,74 @@ class Played(NamedTuple):
     @property
     def working(self) -> float:
         """The share of the time in which the mean rank computes."""
-        return float((self.ended - self.begun).sum(0).mean()) / self.seconds
+        return self.worked / self.seconds
+
+
+class Wave(NamedTuple):
+    """[rank]: the pairs that the ranks of a ring see in a step, and the tokens of keys that come to them before it."""
+
+    pairs: np.ndarray
+    near: np.ndarray  # tokens within a host
+    far: np.ndarray  # tokens between hosts
+    sender: np.ndarray  # the rank from which the first block comes
+    reader: np.ndarray  # the rank whose sender this is
+    passed: bool  # whether the block is passed on from step to step
+
+
+class Whole:
+    """The steps of a large ring, whose blocks travel whole: made one by one, since all of them take gigabytes."""
+
+    def __init__(self, spread: Spread, together: int):
+        queries, keys, hosts = spread.queries, spread.keys, spread.hosts
+        self.length, ring, self.size = keys.shard_len, queries.ring, queries.ring // hosts
+        rank = np.arange(ring)
+        host, place = np.divmod(rank, self.size)
+        first, home = host * self.size, rank * queries.ulysses // spread.gpus
+        o, d = (x.ravel() for x in np.mgrid[:hosts, : self.size])  # distances between hosts, and within one
+        self.pairs = np.empty((ring, ring), np.min_scalar_type(queries.shard_len * keys.shard_len))  # [distance, rank]
+        for some in np.array_split(rank, -(-ring // 64)):
+            source = behind(host[some, None], o, hosts) * self.size + behind(place[some, None], d, self.size)
+            pairs = seen_pairs(queries, keys, spread.spec, spread.docs, some)
+            self.pairs[:, some[0] : some[-1] + 1] = np.take_along_axis(pairs, source, 1).T
+        met = self.pairs.any(1).reshape(hosts, self.size)
+        self.rounds = [0, *(np.flatnonzero(met[1:].any(1)) + 1).tolist()]
+        distances = (np.flatnonzero(met[:, 1:].any(0)) + 1).tolist()
+        self.visits = [[0], *growing(distances, self.pairs[: self.size] > 0, 1, together)]
+
+        @lru_cache(maxsize=64)
+        def way(hop: int, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            """Sender, reader, and whether another host's: of the rank so far behind, or at a distance on a host."""
+            if d:
+                sender, reader = (first + behind(place, x, self.size) for x in (d, self.size - d))
+            else:
+                sender, reader = (behind(rank, x, ring) for x in (hop, ring - hop))
+            return sender, reader, home != home[sender]
+
+        self.way = way
+
+    def __iter__(self) -> Iterator[Wave]:
+        for before, o in pairwise([0, *self.rounds]):
+            for visit in self.visits:
+                yield self.step(o, (o - before) * self.size, visit)
+
+    def step(self, o: int, hop: int, visit: list[int]) -> Wave:
+        cells = []
+        for d in visit:
+            seen, (*_, remote) = self.pairs[o * self.size + d], self.way(hop, d)
+            tokens = self.length * (seen > 0 if d else o > 0)
+            cells.append((seen.astype(float), tokens * ~remote, tokens * remote))
+        pairs, near, far = (reduce(np.add, each) for each in zip(*cells, strict=True))
+        return Wave(pairs, near, far, *self.way(hop, visit[0])[:2], o > 0 and visit[0] == 0)
+
+
+@lru_cache(maxsize=1)
+def steps_of(spread: Spread, together: int) -> Iterable[Wave]:
+    """What all ranks of a ring do, step by step, each with up to so many blocks."""
+    if spread.queries.ring > EXACT:
+        return Whole(spread, together)
+    x = course(spread, together)
+    columns = (each.T for each in (x.pairs, x.near, x.far, x.sender, np.argsort(x.sender, 0)))
+    return [Wave(*each) for each in zip(*columns, x.passed.tolist(), strict=True)]
 
 
 def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
@@ -71,111 +156,113 @@ def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
     return found.reshape(ring, ulysses)
 
 
-def on_links(ready: np.ndarray, seconds: np.ndarray, free: np.ndarray, links: np.ndarray) -> np.ndarray:
-    """When each transfer is done, if those that are ready share a link evenly; `free` [link] is when it is idle again.
+def on_links(start: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """[link, transfer]: when each is done, if those that have started share a link evenly.
 
-    `seconds` are those of a transfer alone on its link. Transfers without bytes take no time. In the loop every link
-    goes on to its next event: the next transfer that is ready, or done.
+    `seconds` are those of a transfer alone on its link; with none there is no transfer. In the loop every link goes on
+    to its next event: the next transfer that starts, or is done.
     """
-    done, some = ready.copy(), np.flatnonzero(seconds > 0)
-    order = some[np.argsort(links[some], kind="stable")]
-    used, first, count = np.unique(links[order], return_index=True, return_counts=True)
-    cell = np.repeat(np.arange(len(used)), count), np.arange(len(order)) - np.repeat(first, count)
-    left, least, start, ends = np.zeros((4, len(used), int(count.max(initial=0))))  # [link, transfer]
-    left[cell], start[cell] = seconds[order], np.maximum(ready[order], free[links[order]])
-    least[cell], now = 1e-9 * seconds[order], np.where(left > 0, start, np.inf).min(1, initial=np.inf)
+    left, ends, now = seconds, start, np.where(seconds > 0, start, np.inf).min(1)
+    now[np.isinf(now)] = 0  # an idle link
     while (waiting := left > 0).any():
         going = waiting & (start <= now[:, None])
-        share = np.maximum(going.sum(1), 1)
-        until = np.minimum(
-            now + share * np.where(going, left, np.inf).min(1), np.where(waiting & ~going, start, np.inf).min(1)
-        )
+        share = np.maximum(going.sum(1), 1)[:, None]
+        done = np.where(going, now[:, None] + share * left, np.inf)
+        until = np.minimum(done.min(1), np.where(waiting & ~going, start, np.inf).min(1))
         until = np.where(waiting.any(1), until, now)
-        left = np.where(going, left - ((until - now) / share)[:, None], left)
-        ended = going & (left <= least)
+        left = np.where(going, left - (until - now)[:, None] / share, left)
+        ended = going & ((done <= until[:, None]) | (left <= 0))
         ends, left, now = np.where(ended, until[:, None], ends), np.where(ended, 0.0, left), until
-    done[order] = ends[cell]
-    np.maximum.at(free, links[order], done[order])
-    return done
+    return ends
 
 
 class Links:
-    """All links of one kind, and when each is idle again."""
+    """All links of one kind, and when that of each rank is idle again."""
 
     def __init__(self, world: World, link: Link):
-        place = np.arange(world.hosts.size) % world.machine.gpus
-        self.of = world.hosts.ravel() * world.machine.gpus + place // link.sharing  # [rank]: neighbours may share one
-        self.link, self.world, self.free = link, world, np.zeros(int(self.of.max()) + 1)
+        gpus = world.machine.gpus
+        self.link, self.free, self.wide = link, np.zeros(world.speed.shape), min(link.sharing, gpus)
+        host, place = np.divmod(np.arange(world.speed.size), gpus)
+        self.place = host * -(-gpus // self.wide) * self.wide + place  # [rank]: neighbours may share a link
 
-    def send(self, tokens: np.ndarray, token_bytes: float, senders: np.ndarray, ready: np.ndarray) -> np.ndarray:
-        """[transfer]: when it has arrived, if it leaves its sender when it is ready and the link is idle; else -inf."""
-        nbytes = tokens * token_bytes
-        sent = on_links(ready, self.world.varied(nbytes / self.link.bandwidth), self.free, self.of[senders])
-        return np.where(nbytes > 0, sent + self.link.latency, -np.inf)
+    def send(self, tokens: np.ndarray, token_bytes: float, ready: np.ndarray, factors: np.ndarray) -> np.ndarray:
+        """[ring, ulysses]: when what each rank sends arrives, which leaves when it is ready and the link idle."""
+        some = tokens[:, None] > 0
+        seconds = (tokens * (token_bytes / self.link.bandwidth))[:, None] * factors
+        start = np.maximum(ready, self.free)
+        if self.wide == 1:
+            done = start + seconds
+            self.free = np.where(some, done, self.free)
+        else:
+            cells = np.zeros((2, int(self.place[-1]) // self.wide + 1, self.wide))
+            cells.reshape(2, -1)[:, self.place] = start.ravel(), np.broadcast_to(seconds, start.shape).ravel()
+            ends = on_links(*cells)
+            done = ends.ravel()[self.place].reshape(start.shape)
+            last = np.where(cells[1] > 0, ends, 0).max(1)
+            self.free = np.maximum(self.free, last[self.place // self.wide].reshape(start.shape))
+        return np.where(some, done + self.link.latency, -np.inf)
 
 
 def ring_pass(
-    steps: Course, links: tuple[Links, Links], work: np.ndarray, token_bytes: float, entered: np.ndarray,
-    out: list[list[np.ndarray]], returned: float, summed: float,
+    world: World, steps: Iterable[Wave], links: tuple[Links, Links], seconds: Callable[[np.ndarray], np.ndarray],
+    entered: np.ndarray, played: Played, token_bytes: float, returned: float, summed: float,
 ) -> np.ndarray:  # fmt: skip
-    """When every rank is done with all steps, whose times go to `out`; `work` [rank, step] are seconds.
+    """When every rank is done with all steps, which are noted; `seconds` are those of pairs.
 
     The keys of a step leave their holder while the step before is computed. `returned` bytes of gradients a token go
     back after the step, to the holder of the keys. The sums of a block that is passed on, `summed` bytes a token, move
     with it, and home to its owner from the last holder of a token.
     """
-    (ring, ulysses), world, last = entered.shape, links[0].world, work.shape[1] - 1
-    lanes, tokens = np.arange(ulysses), (steps.near, steps.far)
-    begun, done, home = entered.copy(), entered.copy(), entered.copy()
-    owner, sums, coming = np.arange(ring), entered.copy(), entered.copy()
+    owner, held = np.arange(len(entered)), np.zeros(len(entered))
+    arrived, begun, done, home, sums, coming = (entered,) * 6  # every rank has its own block
+    never = np.full(entered.shape, -np.inf)
 
-    def moved(sizes: tuple[np.ndarray, ...], senders: np.ndarray, ready: np.ndarray, nbytes: float) -> np.ndarray:
-        numbers = (senders[:, None] * ulysses + lanes).ravel()
-        came = [
-            kind.send(np.repeat(n, ulysses), nbytes, numbers, ready.ravel())
-            for kind, n in zip(links, sizes, strict=True)
-        ]
-        return np.maximum(*came).reshape(ring, ulysses)
+    def moved(near: np.ndarray, far: np.ndarray, nbytes: float, ready: np.ndarray) -> np.ndarray:
+        """When what each rank sends has arrived."""
+        factors = world.vary(ready.shape)
+        some = [kind.send(n, nbytes, ready, factors) for kind, n in zip(links, (near, far), strict=True) if n.any()]
+        return np.maximum(*some) if len(some) == 2 else some[0] if some else never
 
-    def of(s: int) -> tuple[np.ndarray, ...]:
-        return tuple(x[:, s] for x in tokens)
+    def keys(step: Wave) -> np.ndarray:
+        sizes = step.near[step.reader], step.far[step.reader]
+        sent = moved(*sizes, token_bytes, begun if step.passed else entered)
+        return np.maximum(sent[step.sender], entered)
 
-    def keys(s: int) -> np.ndarray:
-        sender = steps.sender[:, s]
-        ready = begun[sender] if steps.passed[s] else entered[sender]
-        return np.maximum(moved(of(s), sender, ready, token_bytes), entered)
-
-    def passed_on(s: int, held: np.ndarray) -> np.ndarray:
-        """When the sums of the `held` tokens are at the next holder, after step s; the others go home."""
-        ready, rest, come = np.maximum(np.maximum(sums, coming), done), held.copy(), entered
-        if s < last:
-            sender = steps.sender[:, s + 1]
-            come = moved(of(s + 1), sender, ready[sender], summed)
-            np.subtract.at(rest, sender, np.add(*of(s + 1)))
-        far = (np.arange(ring) * ulysses // world.machine.gpus) != owner * ulysses // world.machine.gpus
-        sizes = np.maximum(rest, 0) * ~far, np.maximum(rest, 0) * far
-        np.maximum.at(home, owner, moved(sizes, np.arange(ring), ready, summed))
+    def passed_on(following: Wave | None) -> np.ndarray:
+        """When the sums of the held tokens are at the next holder; those that do not go on go home."""
+        nonlocal home
+        ready, rest, come = np.maximum(np.maximum(sums, coming), done), held, entered
+        if following:
+            near, far = following.near[following.reader], following.far[following.reader]
+            come = moved(near, far, summed, ready)[following.sender]
+            rest = np.maximum(held - near - far, 0)
+        remote = world.host != world.host[owner]
+        sent = moved(rest * ~remote, rest * remote, summed, ready)
+        home = home.copy()
+        home[owner] = np.maximum(home[owner], sent)
         return come
 
-    arrived, held = keys(0), np.zeros(ring, int)
-    for s in range(last + 1):
+    for step, following in pairwise(chain(steps, [None])):
+        assert step
         begun = np.maximum(done, arrived)
-        done = begun + world.varied(work[:, s, None] / world.speed)
-        out.append([arrived, begun, done])
-        if s < last:
-            arrived = keys(s + 1)
+        done = begun + seconds(step.pairs)[:, None] / world.speed * world.vary(entered.shape)
+        played.add(arrived, begun, done)
+        if following:
+            arrived = keys(following)
         if not returned:
             continue
-        if steps.passed[s]:
-            owner, held = owner[steps.sender[:, s]], np.add(*of(s))
+        if step.passed:
+            owner, held = owner[step.sender], step.near + step.far
         else:
-            np.maximum.at(sums, steps.sender[:, s], moved(of(s), np.arange(ring), done, returned))
-        if s == last or steps.passed[s + 1]:  # the last step with this block
+            back = moved(step.near, step.far, returned, done)
+            sums = sums.copy()
+            sums[step.sender] = np.maximum(sums[step.sender], back)
+        if following is None or following.passed:  # the last step with this block
             if held.any():
-                coming = passed_on(s, held)
+                coming = passed_on(following)
             else:
                 home = np.maximum(home, sums)
-            sums = entered.copy()
+            sums = entered
     return np.maximum(done, home)
 
 
@@ -185,68 +272,69 @@ def exchange(world: World, near: float, far: float, at: np.ndarray) -> np.ndarra
     sending = min(machine.gpus, at.size)
     seconds = machine.inside.transfer(near, sending) + machine.between.transfer(far, sending)
     latency = machine.between.latency if far else machine.inside.latency
-    return np.broadcast_to(at.max(1, keepdims=True), at.shape) + world.varied(np.full(at.shape, seconds)) + latency
+    return np.broadcast_to(at.max(1, keepdims=True), at.shape) + seconds * world.vary(at.shape) + latency
 
 
 def play(
     plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, machine: Machine, rates: Rates, *,
-    slow: str = "", jitter: float = 0.0, seed: int = 0, backward: bool = True,
+    slow: str = "", jitter: float = 0.0, seed: int = 0, backward: bool = True, watched: Sequence[int] = (),
 ) -> Played:  # fmt: skip
-    """One layer's attention, forward and then backward, of all ranks."""
+    """One layer's attention, forward and then backward, of all ranks; the steps of those `watched` are kept."""
     ring, ulysses = plan.ring, plan.ulysses
-    number = np.arange(ring * ulysses).reshape(ring, ulysses)
-    world = World(machine, number // machine.gpus, speeds(slow, ring, ulysses, machine.gpus), jitter,
+    if ring > MOST:
+        raise ValueError(f"ring={ring}: rings of at most {MOST} ranks are simulated; add Ulysses ranks")
+    world = World(machine, np.arange(ring) * ulysses // machine.gpus, speeds(slow, ring, ulysses, machine.gpus), jitter,
                   np.random.default_rng(seed))  # fmt: skip
     token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
     together = 1 if plan.tokens.by_document else machine.blocks_at_once(token * plan.keys.tokens.shard_len)
-    spread = Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs, every=True)
-    steps = course(spread, min(together, ring))
+    steps = steps_of(Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs), min(together, ring))
     here = gcd(ulysses, machine.gpus)
     total = shape.q_bytes(plan.local_len)
     total += shape.kv_bytes(plan.keys.local_len, shape.kv_heads * replicas(shape.kv_heads, ulysses))
     swap = total * (here - 1) / ulysses / 2, total * (ulysses - here) / ulysses / 2  # each of two ways
     rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
+    seen = work_of(spec, plan.tokens.length, plan.keys.tokens.length, docs).below(plan.tokens.length)
     at, links = np.zeros((ring, ulysses)), (Links(world, machine.inside), Links(world, machine.between))
-    out: list[list[np.ndarray]] = []
+    played = Played(watched)
     grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0
     for back in (False, True)[: 1 + backward]:
         slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
         flops = shape.flops_a_pair * (BACKWARD if back else 1.0) / ulysses
-        rate = rates.of(back, spec, steps.pairs.sum(1).mean() / plan.tokens.shard_len)
-        work = steps.pairs * (slower * flops / rate) + machine.launch[back] * (steps.pairs > 0)
+        pair = slower * flops / rates.of(back, spec, seen / ring / plan.tokens.shard_len)
+
+        def seconds(pairs: np.ndarray, pair: float = pair, launch: float = machine.launch[back]) -> np.ndarray:
+            return pairs * pair + launch * (pairs > 0)
+
         at = exchange(world, *swap, at) if ulysses > 1 else at
         if plan.strategy == "gather":
-            at = gathered(plan, world, work, token * (1 + grads * back), at, out)
+            work = sum((seconds(step.pairs) for step in steps), np.zeros(ring))
+            at = gathered(plan, world, work, token * (1 + grads * back), at, played)
         else:
             wide = token * max(1.0, 4 / shape.itemsize)
-            at = ring_pass(steps, links, work, token, at, out, token * grads * back, wide * back)
+            at = ring_pass(world, steps, links, seconds, at, played, token, token * grads * back, wide * back)
         at = exchange(world, *swap, at) if ulysses > 1 else at
-    arrived, begun, ended = (np.stack([one[i] for one in out]) for i in range(3))
-    return Played(arrived, begun, ended, at)
+    played.finish = at
+    return played
 
 
-def gathered(
-    plan: Plan, world: World, work: np.ndarray, nbytes: float, at: np.ndarray, out: list[list[np.ndarray]]
-) -> np.ndarray:
+def gathered(plan: Plan, world: World, work: np.ndarray, nbytes: float, at: np.ndarray, played: Played) -> np.ndarray:
     """The same for gather: all keys of a ring come at once, when its last rank is there."""
     local = max(1, min(world.machine.gpus // plan.ulysses, plan.ring))
     block = plan.keys.tokens.shard_len * nbytes
     far = across(plan.ring, local, world.machine) * block
     come = exchange(world, (plan.ring - 1) * block, far, at.T).T
-    done = come + world.varied(work.sum(1)[:, None] / world.speed)
-    out.append([come, come, done])
+    done = come + work[:, None] / world.speed * world.vary(at.shape)
+    played.add(come, come, done)
     return done
 
 
 def timeline(played: Played, ranks: Mapping[int, str], width: int = 84) -> list[str]:
-    """Text: of some ranks, by number, when each computes (#) and waits (.)."""
-    ulysses = played.finish.shape[1]
-    scale = width / played.seconds
+    """Text: of watched ranks, by number, when each computes (#) and waits (.)."""
+    scale, spans = width / played.seconds, played.steps[1:].T
     lines = []
     for number, name in ranks.items():
-        r, u = divmod(number, ulysses)
         marks = ["."] * width
-        for begun, ended in zip(played.begun[:, r, u], played.ended[:, r, u], strict=True):
+        for begun, ended in spans[played.watched.index(number)]:
             for i in range(int(begun * scale), max(int(begun * scale) + 1, int(ended * scale))):
                 if i < width and ended > begun:
                     marks[i] = "#"
@@ -257,15 +345,13 @@ def timeline(played: Played, ranks: Mapping[int, str], width: int = 84) -> list[
 def draw(played: Played, ranks: Mapping[int, str], title: str) -> str:
     """The same as an SVG picture: steps green, waiting for keys orange."""
     width, left, row = 900, 110, 22
-    scale = (width - left - 10) / played.seconds
-    ulysses = played.finish.shape[1]
+    scale, spans = (width - left - 10) / played.seconds, played.steps[1:].T
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{row * (len(ranks) + 2)}" '
              f'font-family="sans-serif" font-size="12"><text x="4" y="15">{title}</text>']  # fmt: skip
     for i, (number, name) in enumerate(ranks.items(), 1):
-        r, u = divmod(number, ulysses)
         parts.append(f'<text x="4" y="{row * i + 15}">{name}</text>')
         before = 0.0
-        for begun, ended in zip(played.begun[:, r, u], played.ended[:, r, u], strict=True):
+        for begun, ended in spans[played.watched.index(number)]:
             for start, stop, color in ((before, begun, "#e76f51"), (begun, ended, "#2a9d8f")):
                 if (stop - start) * scale > 0.2:
                     parts.append(f'<rect x="{left + start * scale:.1f}" y="{row * i + 3}" height="{row - 6}" '

@@ -12,9 +12,11 @@ from ringattn.choosing import elsewhere, factored
 from ringattn.launch import words
 from ringattn.launch.bench.plans import setting_of
 from ringattn.launch.rows import read
+from ringattn.layout import Layout
 from ringattn.machine import Link, load
 from ringattn.planning import Plan
-from ringattn.simulation import on_links, play
+from ringattn.predict import Spread
+from ringattn.simulation import Whole, on_links, play, steps_of
 from ringattn.spec import AttentionSpec
 from ringattn.transport import Transport
 
@@ -60,19 +62,28 @@ def test_jitter_is_the_same_for_a_seed_and_costs_time():
 
 
 def test_transfers_that_are_ready_share_a_link():
-    ready, seconds = np.array([0.0, 1.0, 0.0, 5.0, 7.0]), np.array([2.0, 2.0, 3.0, 0.0, 1.0])
-    free = np.array([0.0, 8.0])
-    done = on_links(ready, seconds, free, np.array([0, 0, 0, 1, 1]))
-    assert done.tolist() == pytest.approx([5.5, 6.5, 7.0, 5.0, 9.0]) and free.tolist() == pytest.approx([7.0, 9.0])
+    start = np.array([[0.0, 1.0, 0.0], [5.0, 8.0, 0.0], [1e3, 1e3, 1e3 + 1e-9]])
+    done = on_links(start, np.array([[2.0, 2.0, 3.0], [0.0, 1.0, 0.0], [1e-9, 1e-9, 2e-9]]))  # none takes no time
+    assert done.tolist() == [pytest.approx(x) for x in ([5.5, 6.5, 7.0], [5.0, 9.0, 0.0], [1e3] * 3)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("hosts", "together", "causal"), [(1, 3, False), (2, 2, False), (8, 1, False), (4, 1, True)])
+def test_steps_of_a_large_ring_are_those_of_a_small_one_that_reads_whole_blocks(hosts, together, causal, layout):
+    tokens = Layout(layout, 1024, 8, 2)
+    spread = Spread(tokens, tokens, hosts, 4, AttentionSpec(causal=causal), None)
+    for large, small in zip(Whole(spread, together), steps_of(spread, together), strict=True):
+        for name in ("pairs", "sender", "reader", "passed", *(() if causal else ("near", "far"))):
+            assert np.array_equal(getattr(large, name), getattr(small, name)), (name, large, small)
 
 
 def test_gradients_return_by_the_link_of_the_rank_that_computed_them():
     """One of two hosts sends keys, the other gradients: backward's two transfers do not wait for each other."""
     asked = given("internet", 2, 2**14, "ring", "relay", layout="contiguous")
     option = compared(asked)[0]
-    forward, both = (played(asked, option, backward=back) for back in (False, True))
+    forward, both = (played(asked, option, backward=back, watched=range(2)) for back in (False, True))
     assert both.finish[0, 0] > both.finish[1, 0]  # gradients arrive where keys came from
-    sent = forward.arrived.max()
+    sent = forward.steps[0].max()
     assert both.seconds - forward.seconds > 1.8 * sent  # keys again, then gradients
 
 
@@ -81,16 +92,17 @@ def test_sums_of_a_block_that_is_passed_on_go_with_it_and_home_from_its_last_hol
     far = load("internet").replace(between=Link(1e8, 0.0))
     asked = given(far, 4, 2**14, "ring", "relay", layout="contiguous", sizes=[(4, 1)])
     option = compared(asked)[0]
-    forward, both = (played(asked, option, backward=back) for back in (False, True))
-    block = forward.arrived.max() / 3
+    forward, both = (played(asked, option, backward=back, watched=range(4)) for back in (False, True))
+    block = forward.steps[0].max() / 3
     assert (both.seconds - forward.seconds) / block == pytest.approx(3 + 2 * 2 + 2, rel=0.05)
 
 
 def test_no_step_begins_before_its_keys_or_before_the_step_before_it():
     asked = given("internet", 8, 2**16, "ring", "relay")
-    run = played(asked, compared(asked)[0], jitter=0.3, slow="rank3:0.3")
-    assert (run.begun >= run.arrived).all() and (run.ended >= run.begun).all()
-    assert (run.begun[1:] >= run.ended[:-1] - 1e-12).all()
+    run = played(asked, compared(asked)[0], jitter=0.3, slow="rank3:0.3", watched=range(8))
+    arrived, begun, ended = run.steps
+    assert (begun >= arrived).all() and (ended >= begun).all()
+    assert (begun[1:] >= ended[:-1] - 1e-12).all()
 
 
 def simulated(row):
@@ -133,6 +145,7 @@ def test_calls_between_emulated_hosts_take_what_is_simulated():
         (["ranks=32", "slow=node1:0.5"], "give rank7:0.8 or host2:0.5"),
         (["ranks=32", "slow=rank1:0"], "a speed above 0"),
         (["ranks=100000"], "at most 65536 are simulated"),
+        (["ranks=32768", "ulysses=1"], "rings of at most 16384 ranks are simulated"),
         (["ranks=6", "ulysses=4"], "ulysses=4 does not divide ranks=6"),
         (["machine=h10"], "did you mean 'h100'"),
     ],

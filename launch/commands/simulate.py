@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ringattn.candidates import Asked, compared, rates_of
 from ringattn.choosing import elsewhere, factored
 from ringattn.explain import Option, spoken
@@ -20,6 +22,7 @@ from ringattn.spec import AttentionSpec, Docs
 from ringattn.transport import Transport
 
 MOST, SHOWN = 65536, 8
+MANY = 1024  # ranks: of no more all steps are kept, so that the last rank can be drawn
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,17 @@ def run(options: Options) -> int:
     problem, shape = asked.problem(best.plan), asked.shape
     assert problem is not None and shape is not None
     rates = rates_of(problem, best.plan, machine)[1]
-    speeds(options.slow, best.plan.ring, best.plan.ulysses, machine.gpus)  # wrong words before long work
+    speed = speeds(options.slow, best.plan.ring, best.plan.ulysses, machine.gpus)  # wrong words before long work
+    slow = np.flatnonzero(speed.ravel() != 1)[:SHOWN]
+    some = sorted({*range(0, ranks, max(1, ranks // SHOWN)), *slow.tolist()})
     played = play(best.plan, shape, asked.spec, asked.docs, machine, rates, slow=options.slow, jitter=options.jitter,
-                  seed=options.seed)  # fmt: skip
+                  seed=options.seed, watched=range(ranks) if ranks <= MANY else some)  # fmt: skip
     report(best, machine, played.seconds, played.working)
     if options.slow or options.jitter:
         clean = play(best.plan, shape, asked.spec, asked.docs, machine, rates).seconds
         print(f"without slow= and jitter= {clean * 1e3:.4g} ms: they cost {played.seconds / clean - 1:+.1%}")
     last = int(played.finish.argmax())
-    chosen = sorted({*range(0, ranks, max(1, ranks // SHOWN)), last})
-    names = {n: f"rank {n}" for n in chosen}
+    names = {n: f"rank {n}" for n in sorted({*some, last} & set(played.watched))}
     print("\n".join(timeline(played, names)))
     print(f"# computes, . waits; rank {last} is the last")
     if picture:
