@@ -219,9 +219,9 @@ def ring_pass(
 
     def moved(near: np.ndarray, far: np.ndarray, nbytes: float, ready: np.ndarray) -> np.ndarray:
         """When what each rank sends has arrived."""
-        factors = world.vary(ready.shape)
-        some = [kind.send(n, nbytes, ready, factors) for kind, n in zip(links, (near, far), strict=True) if n.any()]
-        return np.maximum(*some) if len(some) == 2 else some[0] if some else never
+        used = [(kind, n) for kind, n in zip(links, (near, far), strict=True) if n.any()]
+        factors = world.vary(ready.shape) if used else ONE
+        return reduce(np.maximum, [kind.send(n, nbytes, ready, factors) for kind, n in used], never)
 
     def keys(step: Wave) -> np.ndarray:
         sizes = step.near[step.reader], step.far[step.reader]
