@@ -24,7 +24,7 @@ from ringattn.predict import BACKWARD, EXACT, MEASURED, Rates, Spread, across, b
 from ringattn.schedule import growing
 from ringattn.spec import AttentionSpec, Docs
 
-SLOW = re.compile(r"(rank|host)(\d+):([0-9.]+)")
+SLOW = re.compile(r"(rank|host)(\d+):(\d+\.?\d*|\.\d+)")
 MOST = 16384  # ranks of a ring: it takes a minute, and a gigabyte of pairs
 ONE = np.ones(1)
 

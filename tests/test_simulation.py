@@ -143,6 +143,8 @@ def test_calls_between_emulated_hosts_take_what_is_simulated():
     [
         (["ranks=32", "slow=rank40:0.5"], "there are 32 ranks, counted from 0"),
         (["ranks=32", "slow=node1:0.5"], "give rank7:0.8 or host2:0.5"),
+        (["ranks=32", "slow=rank1:1.2.3"], "give rank7:0.8 or host2:0.5"),
+        (["ranks=32", "jitter=10"], "must be below 10"),
         (["ranks=32", "slow=rank1:0"], "a speed above 0"),
         (["ranks=100000"], "at most 65536 are simulated"),
         (["ranks=32768", "ulysses=1"], "rings of at most 16384 ranks are simulated"),

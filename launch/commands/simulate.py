@@ -40,7 +40,7 @@ class Options:
     window: int | None = option(None, "how many keys a query sees at most")
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
     slow: str = option("", "ranks and hosts that are slow: rank7:0.8,host2:0.5")
-    jitter: float = option(0.0, "how much durations vary, relatively", least=0)
+    jitter: float = option(0.0, "how much durations vary, relatively", least=0, below=10)
     seed: int = option(0, "of the jitter", least=0)
     picture: str | None = option(None, "an SVG file for the timeline")
     pays: bool = option(False, "also say from what length so many ranks are faster than one")
