@@ -57,7 +57,7 @@ def compared(asked: Asked) -> tuple[Option, ...]:
     """
     shape, machine = asked.shape, asked.machine
     assert shape is not None
-    found, on = [], lru_cache(lambda gpus: machine.replace(gpus=gpus))
+    options, on = [], lru_cache(lambda gpus: machine.replace(gpus=gpus))
     for plan in candidates(asked):
         problem = asked.problem(plan)
         assert problem is not None
@@ -66,16 +66,16 @@ def compared(asked: Asked) -> tuple[Option, ...]:
             own = asked.gpus or machine.gpus
             if asked.transport.hosts is not None and plan.ring > 1:
                 own = plan.ring * plan.ulysses // asked.transport.hosts
-            found.append(Option(way, names, predict(way, shape, asked.spec, asked.docs, on(own), rates)))
-    least = min(one.cost.seconds for one in found)
+            options.append(Option(way, names, predict(way, shape, asked.spec, asked.docs, on(own), rates)))
+    least = min(option.cost.seconds for option in options)
 
-    def order(one: Option) -> tuple[Any, ...]:
-        cost, both = one.cost, (one.cost.forward, one.cost.backward)
+    def order(option: Option) -> tuple[Any, ...]:
+        cost, both = option.cost, (option.cost.forward, option.cost.backward)
         alike = asked.docs is not None and cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
         received = tuple(sum(getattr(x, name) for x in both) for name in ("between_bytes", "within_bytes"))
         return not cost.fits(machine.memory), *((0, received) if alike else (1, cost.seconds))
 
-    return tuple(sorted(found, key=order))
+    return tuple(sorted(options, key=order))
 
 
 def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[str, Rates]:
@@ -139,7 +139,7 @@ def hosts_of_ring(plan: Plan, gpus: int | None) -> int | None:
 def candidates(asked: Asked) -> list[Plan]:
     """Every plan that spreads `alone` over one of the sizes; strategy and layout vary if they are "auto"."""
     alone, sizes, _, strategy, layout, spec, docs, *_ = asked
-    found = []
+    plans = []
     for ring, ulysses in sizes:
         if len(sizes) > 1 and (
             (alone.heads is not None and alone.heads[0] % ulysses) or (strategy == "ulysses" and ring > 1)
@@ -153,18 +153,18 @@ def candidates(asked: Asked) -> list[Plan]:
             layouts = (*layouts, "striped")  # equal work for any documents
             if alone.framework == "torch" and docs.first is not None:
                 layouts = (*layouts, "balanced")
-        found += [
-            alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=one, **dealt(one, docs, spec))
+        plans += [
+            alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=each, **dealt(each, docs, spec))
             for s in (names if strategy == "auto" else (strategy,))
-            for one in (layouts if layout == "auto" else (layout,))
+            for each in (layouts if layout == "auto" else (layout,))
         ]
-    if not found:
+    if not plans:
         size = sizes[0][0] * sizes[0][1]
         raise ValueError(
             f"strategy={strategy!r} over {size} ranks needs query heads that {size} divides, and there are "
             f"{alone.heads and alone.heads[0]}; use strategy='ring', 'gather' or 'auto'"
         )
-    return found
+    return plans
 
 
 def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]:

@@ -89,15 +89,15 @@ def queries_seeing(
     between = np.array([np.full((len(ranks), ring), length), np.zeros((len(ranks), ring), int)])
     bands = all_bands(spec, layout.length, key_layout.length, docs)
     at, which, first, last = overlaps(table, bands.start, bands.stop)
-    one, far = bands.some(at), first - bands.start[at]
-    begin, end = one.begin + one.lean * far, one.end + one.rise * far  # of the run's first query
-    run, piece, *_ = overlaps(held, begin, end + one.rise * (last - first))
-    low = np.where(one.rise[run] > 0, np.maximum(held.starts[piece] - end[run] + 1, 0), 0)
-    high = np.where(one.lean[run] > 0, held.stops[piece] - begin[run] - 1, length * ring)
+    band, far = bands.some(at), first - bands.start[at]
+    begin, end = band.begin + band.lean * far, band.end + band.rise * far  # of the run's first query
+    run, block_range, *_ = overlaps(held, begin, end + band.rise * (last - first))
+    low = np.where(band.rise[run] > 0, np.maximum(held.starts[block_range] - end[run] + 1, 0), 0)
+    high = np.where(band.lean[run] > 0, held.stops[block_range] - begin[run] - 1, length * ring)
     step, run_first = table.steps[0], (table.offsets - table.starts)[which]
     if step > 1:  # of stripes all are between the first and the last
         run_first, first, last, low, high = 0 * first, 0 * first, 0 * last + length - 1, 0 * low, 0 * high + length
-    cell = table.owners[which][run], held.owners[piece]
+    cell = table.owners[which][run], held.owners[block_range]
     np.minimum.at(between[0], cell, (run_first + first)[run] + low)
     np.maximum.at(between[1], cell, run_first[run] + np.minimum(last[run], first[run] + high) + 1)
     return between
@@ -116,24 +116,24 @@ def keys_below(
     lengths: Any
     later = count * (count - 1) // 2
     if (step := table.steps[0]) > 1:  # of stripes, a piece is the next token of a shard in each lap of all shards
-        whole, piece = np.divmod(first, step)
+        whole, of_shard = np.divmod(first, step)
         every = np.bincount(row, sign * (count * whole + rise * later), rows)[:, None]
         number, keys, lengths = sign * count, 0 * count, 1
     else:
-        at, piece, low, high = overlaps(table, first, first + np.where(rise, count, 1))
+        at, of_shard, low, high = overlaps(table, first, first + np.where(rise, count, 1))
         n, times, row, every = high - low + 1, (sign * np.where(rise, 1, count))[at], row[at], 0
-        number, keys = times * n, times * (n * (low - table.starts[piece]) + n * (n - 1) // 2)
+        number, keys = times * n, times * (n * (low - table.starts[of_shard]) + n * (n - 1) // 2)
         lengths = table.stops - table.starts
     size, ring = len(table.starts), layout.ring
-    within = np.bincount(row * size + piece, number, rows * size).reshape(rows, size)
+    within = np.bincount(row * size + of_shard, number, rows * size).reshape(rows, size)
     below = lengths * (within.sum(1, keepdims=True) - within.cumsum(1))  # whole pieces
     order, number = np.argsort(table.owners, kind="stable"), np.bincount(table.owners)
     if (number == number[0]).all():
         whole = reduce(np.add, (below.take(each, 1) for each in order.reshape(ring, -1).T))
     else:
         whole = np.add.reduceat(below.take(order, 1), np.cumsum(number) - number, axis=1)
-    part = np.bincount(row * ring + table.owners[piece], keys, rows * ring).reshape(rows, ring)
-    return every + whole + part
+    cut_short = np.bincount(row * ring + table.owners[of_shard], keys, rows * ring).reshape(rows, ring)
+    return every + whole + cut_short
 
 
 @lru_cache(maxsize=64)

@@ -70,19 +70,19 @@ class Parts:
 
     def __init__(self, live: Live, whole: Any):
         self.live, self.whole = live, whole
-        self.nbytes = self.place = 0 * live.now
+        self.nbytes = self.summed = 0 * live.now
 
-    def add(self, nbytes: Any, place: bool = False) -> None:
-        """Another part, which is held already; `place`: if it is the first, later ones may be added to it."""
-        self.place = self.place + place * (self.nbytes == 0) * (nbytes > 0)
+    def add(self, nbytes: Any, summed: bool = False) -> None:
+        """Another part, which is held already; `summed`: if it is the first, later ones may be added to it."""
+        self.summed = self.summed + summed * (self.nbytes == 0) * (nbytes > 0)
         self.nbytes = self.nbytes + nbytes
 
     def fold(self) -> None:
         """Parts of more than 1.5 times the sum are added up."""
         over = 2 * self.nbytes > 3 * self.whole
-        self.live.take(over * (self.place == 0) * self.whole)
-        self.live.free(over * (self.nbytes - self.whole * (self.place > 0)))
-        self.nbytes, self.place = np.where(over, self.whole, self.nbytes), np.maximum(self.place, over)
+        self.live.take(over * (self.summed == 0) * self.whole)
+        self.live.free(over * (self.nbytes - self.whole * (self.summed > 0)))
+        self.nbytes, self.summed = np.where(over, self.whole, self.nbytes), np.maximum(self.summed, over)
 
 
 def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, narrow: bool) -> float:
@@ -147,8 +147,8 @@ def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
         held, totals = room, Parts(live, room * each.exact)
         of_round(live, plan, each, steps, range(begin, end), dq, totals, arriving[:, begin])
         totals.add(coming)
-        live.take((totals.place == 0) * totals.whole)  # their sum goes on
-        live.free(totals.nbytes - totals.whole * (totals.place > 0))
+        live.take((totals.summed == 0) * totals.whole)  # their sum goes on
+        live.free(totals.nbytes - totals.whole * (totals.summed > 0))
         coming = live.take(totals.whole) if end < first[-1] else 0.0
         live.free(totals.whole)
     for nbytes, parts, share in ((n * each.q, dq, 1.0), (keys * each.kv / 2, own, 0.5), (keys * each.kv / 2, own, 0.5)):
@@ -204,9 +204,9 @@ def of_round(
                 live.free(made)
                 made = tokens * each.kv * each.travel
             flying = made * travels
-        own.add(made * ~np.asarray(travels, bool), place=each.own)
+        own.add(made * ~np.asarray(travels, bool), summed=each.own)
         if each.own:
-            dq.add(live.take((dq.place == 0) * work * n * each.q * each.exact), place=True)
+            dq.add(live.take((dq.summed == 0) * work * n * each.q * each.exact), summed=True)
         dq.fold()
         live.free(here)
         here = coming
@@ -224,12 +224,12 @@ def computed(
         return wide
     few = 2 * steps.pairs[:, s] <= THIN * np.maximum(queries, 1)
     thin = few & (steps.near + steps.far > 0)[:, s] & (queries > 0) & (n >= CUT) & (each.kernel == "fa4")
-    part = np.where(thin, n * each.q * each.exact, queries * each.q)
+    of_queries = np.where(thin, n * each.q * each.exact, queries * each.q)
     made = np.where(thin, wide, tokens * each.kv)
-    live.take(part + made)
+    live.take(of_queries + made)
     rows = 2 * n * each.rows + (ROWS - 1) * np.minimum(tokens, THIN) * each.kv * each.exact
     live.pass_by(np.where(thin, rows, each.beside(queries, tokens)))
-    dq.add(part)
+    dq.add(of_queries)
     return made
 
 
@@ -237,14 +237,14 @@ def exchanged(live: Live, plan: Plan, each: Sizes, groups: int, steps: Course) -
     """Heads enter, are computed and leave; while one group is computed, the next enters and the one before leaves."""
     n, keys, away = plan.tokens.shard_len, plan.keys.tokens.shard_len, (plan.ulysses - 1) / plan.ulysses
     dout, grads = n * each.out, n * each.q + keys * each.kv
-    alone, left = Live(0 * live.now), 0.0
-    ringed(alone, plan, each, steps)
+    whole_ring, left = Live(0 * live.now), 0.0
+    ringed(whole_ring, plan, each, steps)
     live.take(dout * (1 + away))  # with the packed part of other ranks
     for g in range(groups):
         if g + 1 < groups:
             live.take(dout * (1 + away))
         live.free(dout * away)
-        live.pass_by(alone.most)
+        live.pass_by(whole_ring.most)
         live.take(grads + prepared(each, n))
         live.take(grads * (1 + away))  # what leaves, and room for what comes before it is in its place
         live.free(left)

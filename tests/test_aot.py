@@ -229,13 +229,13 @@ def test_a_backward_pass_of_long_shards_hides_its_hops_and_holds_no_copies():
 @needs_compiler
 @pytest.mark.compile
 def test_a_grid_step_takes_seven_tenths_of_the_stock_kernels_bundles_and_backward_half(tmp_path):
-    """Of v6e's, on a whole tile of 1024 x 1024; with a causal mask four and three fifths."""
+    """Of v6e's, on a whole tile of 1024 x 1024; on the diagonal of a causal mask three fifths and one third."""
     ours, stock = (count_bundles.of(which, tmp_path / which) for which in count_bundles.KERNELS)
     theirs = {"forward": stock["forward"][0], "backward": stock["dq"][0] + stock["dkv"][0]}
-    for name, whole_most, masked_most in (("forward", 0.7, 0.8), ("backward", 0.5, 0.6)):
-        whole, masked, *_ = ours[name]
+    for name, whole_most, diagonal_most in (("forward", 0.7, 0.6), ("backward", 0.5, 0.34)):
+        whole, diagonal, *_ = ours[name]
         assert whole <= whole_most * theirs[name], f"{name}: {whole} bundles, stock {theirs[name]}"
-        assert masked <= masked_most * theirs[name], f"{name} with its mask: {masked} bundles, stock {theirs[name]}"
+        assert diagonal <= diagonal_most * theirs[name], f"{name}: {diagonal} bundles, stock {theirs[name]}"
 
 
 @pytest.mark.slow

@@ -11,14 +11,17 @@ from ringattn.kernels.attention.libraries import jax_splash  # noqa: E402
 from ringattn.kernels.attention.pallas import splash  # noqa: E402
 from ringattn.kernels.attention.pallas.blocks import Blocks, Shape, blocks_for  # noqa: E402
 from ringattn.kernels.attention.pallas.worklist import (  # noqa: E402
-    BEGUN,
+    ENDS,
     FIRST,
     LAST,
+    NONE,
+    SOME,
+    STAIRS,
     WHOLE,
-    WORK,
     Ranges,
     by_keys,
     by_queries,
+    kind_of,
     passing,
     staying,
 )
@@ -65,19 +68,19 @@ def test_work_lists_hold_every_seen_pair_of_blocks_once_and_no_other(seed):
     for work, stays in ((by_queries(ranges, keys // block), 0), (by_keys(ranges, keys // block), 1)):
         entries = np.asarray(work.entries)[:, : int(work.steps)]
         for row in range(rows):
-            pairs = [(int(staying(e)), int(passing(e)), int(e) & 31) for e in entries[row]]
+            pairs = [(int(staying(e)), int(passing(e)), (int(kind_of(e)), int(e))) for e in entries[row]]
             if stays == 1:
-                pairs = [(k, q, flags) for q, k, flags in pairs]
+                pairs = [(k, q, more) for q, k, more in pairs]
             some = {(q, k) for q, k in np.argwhere(tiles[row].any((1, 3)))}
             every = {(q, k) for q, k in np.argwhere(tiles[row].all((1, 3)))}
-            working = [(q, k) for q, k, flags in pairs if flags & WORK]
+            working = [(q, k) for q, k, (kind, _) in pairs if kind != NONE]
             assert len(working) == len(set(working))
             assert some <= set(working)  # an interval between two seen blocks may be walked, never one outside
-            assert {(q, k) for q, k, flags in pairs if flags & WHOLE} == every
+            assert {(q, k) for q, k, (kind, _) in pairs if kind == WHOLE} == every
             begun = np.asarray(where.begin)[row].reshape(-1, block).max(-1)
-            assert all(bool(flags & BEGUN) == (begun[q] <= k * block) for q, k, flags in pairs if flags & WORK)
+            assert all((kind > SOME) == (begun[q] <= k * block) for q, k, (kind, _) in pairs if kind != NONE)
             for flag in (FIRST, LAST):
-                marked = [pair[stays] for pair in pairs if pair[2] & flag]
+                marked = [pair[stays] for pair in pairs if pair[2][1] & flag]
                 assert sorted(marked) == list(range(queries // block if stays == 0 else keys // block))
 
 
@@ -86,7 +89,7 @@ def test_a_masked_out_step_walks_one_entry_a_block_of_results():
     ranges = Ranges.of(nothing, 8, 8)
     for work, blocks in ((by_queries(ranges, 5), 8), (by_keys(ranges, 5), 5)):
         assert int(work.steps) == blocks
-        assert not (np.asarray(work.entries) & (WORK | WHOLE)).any()
+        assert (kind_of(np.asarray(work.entries)) == NONE).all()
 
 
 @pytest.mark.parametrize(
@@ -126,13 +129,36 @@ def test_halves_of_a_block_of_queries_meet_all_of_its_keys():
     t = np.arange(T)
     begin = np.where(t < 700, 0, 300)[None], np.minimum(t + 1, 800)[None]
     where = Intervals(*(jnp.asarray(x, jnp.int32) for x in begin))
-    kinds = by_queries(Ranges.of(where, T, 256), 4).entries & (WORK | WHOLE | BEGUN)
-    assert set(kinds.flatten().tolist()) == {WORK | BEGUN, WORK}
+    kinds = kind_of(by_queries(Ranges.of(where, T, 256), 4).entries)
+    assert set(kinds.flatten().tolist()) == {ENDS, SOME}
     found, expected = (
         jax.jit(lambda q, k, v, f=f, how=how: f(q, k, v, where, scale=0.1, **how))(q, k, v)
         for f, how in ((splash.attend, {"blocks": Blocks(T, 256), "interpret": True}), (reference.attend, {}))
     )
     assert worst(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("shift", [0, -1, -300], ids=["causal", "strict", "off"])
+def test_a_tile_on_the_diagonal_leaves_out_keys_that_no_query_sees(shift):
+    """Blocks of 512 and 1024: forward in halves, backward in quarters; off the diagonal all pieces run."""
+    rng, T, S = np.random.default_rng(4), 1024, 2048
+    q, k, v = (normal(rng, 1, n, h, 64) for n, h in ((T, 2), (S, 1), (S, 1)))
+    end = jnp.asarray(S - T + np.arange(1, T + 1) + shift, jnp.int32)[None]
+    where = Intervals(jnp.where(end > 1700, 400, 0), end)
+    dout, delta = normal(rng, 1, T, 2, 64), normal(rng, 1, T, 2)
+
+    def both(module, backward, **how):
+        def run(q, k, v):
+            part = module.attend(q, k, v, where, scale=0.1, **how)
+            return part, backward(q, k, v, where, dout, part.lse, delta, scale=0.1, **how)
+
+        return jax.jit(run)(q, k, v)
+
+    expected = both(reference, reference.attend_backward)
+    for block, backward in ((1024, splash.attend_backward), (512, splash.halves)):
+        kinds = kind_of(by_queries(Ranges.of(where, block, block), S // block).entries)
+        assert (STAIRS in kinds.flatten().tolist()) == (shift > -300)
+        assert worst(both(splash, backward, blocks=Blocks(block, block, 2**26), interpret=True), expected) < 1e-6
 
 
 def test_bfloat16_rounds_no_more_than_its_inputs_do():

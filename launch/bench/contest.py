@@ -111,20 +111,21 @@ def timed(
     return rows
 
 
-def errors(results: Mapping[str, Tensor], truth: Mapping[str, Tensor | None]) -> Row:
-    """Distance from float64 of each result: |results - exact| / |exact|."""
-    return {f"error_{n}": distance(results[n], x) for n, x in truth.items() if x is not None}
+def off(
+    names: Iterable[str] | None, results: Callable[[str], Mapping[str, Any]], truth: Mapping[str, Tensor | None],
+    base: str, prefix: str,
+) -> list[Row]:  # fmt: skip
+    """How far each contestant's results are off float64, |result - exact| / |exact|, and that over `base`'s."""
 
+    def errors(name: str) -> list[Row]:
+        given = results(name)
+        distances = {n: (given[n].double() - x).norm() / x.norm() for n, x in truth.items() if x is not None}
+        return [{f"error_{n}": x.item() for n, x in distances.items()}]
 
-def distance(result: Tensor, truth: Tensor) -> float:
-    return ((result.double() - truth).norm() / truth.norm()).item()
-
-
-def with_error_ratios(rows: list[Row], base: str, prefix: str, results: Sequence[str]) -> list[Row]:
-    """Every row's errors over those of one contestant."""
+    rows = side_by_side(names, errors)
     for of in [row for row in rows if row["impl"] == base]:
         for row in rows:
-            row |= {f"{prefix}_{n}": row[f"error_{n}"] / of[f"error_{n}"] for n in results if f"error_{n}" in of}
+            row |= {f"{prefix}_{n}": row[f"error_{n}"] / of[f"error_{n}"] for n in truth if f"error_{n}" in of}
     return rows
 
 

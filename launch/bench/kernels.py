@@ -34,7 +34,6 @@ from ringattn.spec import AttentionSpec, Docs
 
 IMPLS = ("auto", "triton", "flex", "cudnn", "flash", "fa4")
 CPU_IMPLS = ("auto", "sdpa_cpu", "tiled")
-GRADIENTS = ("out", "dq", "dk", "dv")
 CALLS = 300  # of the host's mean
 
 
@@ -167,19 +166,18 @@ def host(case: Case, options: Options) -> list[Row]:
 
 
 def errors(case: Case, options: Options) -> list[Row]:
-    """Distance from float64 of out and of every gradient, |found - exact| / |exact|, on the same inputs for all."""
+    """Distance from float64 of out, lse and every gradient, on the same inputs for all."""
     given = inputs(case, options)
     truth = exact(given)
 
-    def rows(name: str) -> list[Row]:
+    def results(name: str) -> dict[str, torch.Tensor]:
         passes = of_table(name)(given)
         (out, lse), grads = passes["forward"](), passes["backward"]()
-        results = {n: x.to(given.q.dtype) for n, x in zip(GRADIENTS, (out, *grads), strict=True)}
-        off = contest.errors(results, {n: truth[n] for n in GRADIENTS})
-        return [{"error_lse": (lse - truth["lse"]).abs().max().item(), **off}]
+        out, *grads = (x.to(given.q.dtype) for x in (out, *grads))
+        return dict(zip(truth, (out, lse, *grads), strict=True))
 
-    measured = contest.side_by_side([name for name in options.impls or () if name in kernels.BY_NAME], rows)
-    return contest.with_error_ratios(measured, "cudnn", "over_cudnn", GRADIENTS)
+    names = [name for name in options.impls or () if name in kernels.BY_NAME]
+    return contest.off(names, results, truth, "cudnn", "over_cudnn")
 
 
 def exact(given: Inputs) -> dict[str, torch.Tensor]:

@@ -126,8 +126,7 @@ def off(case: Case, options: Options) -> list[Row]:
 
     exact: list[Any] = [t.double() if torch.is_tensor(t) else t for t in given.x]
     truth = results(of_kernel(chunkwise, Given(Inputs(*exact), given.dout.double(), None)))
-    rows = contest.side_by_side(options.impls, lambda name: [contest.errors(results(CONTESTANTS[name](given)), truth)])
-    return contest.with_error_ratios(rows, "fla", "of_fla", NAMES)
+    return contest.off(options.impls, lambda name: results(CONTESTANTS[name](given)), truth, "fla", "of_fla")
 
 
 def inputs(case: Case, options: Options) -> Given:

@@ -84,19 +84,6 @@ def median_ms(call: Callable[[], Any], repeats: int, warmup: int = 2, graph: boo
     return statistics.median(together(call, calls) * 1e3 for _ in range(repeats))
 
 
-def steady_ms(call: Callable[[], Any], device: str, rep: int = 200) -> float:
-    """The median of calls for `rep` milliseconds, warmed up; on a GPU with its caches emptied in between."""
-    if device == "cuda":
-        from triton.testing import do_bench
-
-        return float(do_bench(call, warmup=rep // 4, rep=rep, return_mode="median"))
-    call()
-    times: list[float] = []
-    while sum(times) < rep or len(times) < 3:
-        times.append(elapsed_ms(call, device=device))
-    return statistics.median(times)
-
-
 def copy_rate(device: str) -> float:
     """Bytes a second, read and written, of a plain copy of half a GiB; of less on a CPU."""
     a = torch.empty(1 << (29 if device == "cuda" else 25), dtype=torch.uint8, device=device).random_()

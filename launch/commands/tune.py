@@ -24,7 +24,7 @@ from ringattn.bands import bounds
 from ringattn.kernels import rates
 from ringattn.kernels.intervals import Intervals
 from ringattn.launch.bench.kernels import doc_lengths
-from ringattn.launch.bench.timing import elapsed_ms, steady_ms
+from ringattn.launch.bench.timing import elapsed_ms, in_turns
 from ringattn.launch.words import option
 
 
@@ -38,7 +38,7 @@ class Options:
     tokens: int = option(16384, "tokens of the causal problem that is timed")
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
-    rounds: int = option(5, "timed runs of each configuration, of which the median counts")
+    rounds: int = option(20, "timed runs of each configuration, of which the median counts")
 
 
 def run(options: Options) -> int:
@@ -92,7 +92,8 @@ def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) ->
                 continue
             forward = partial(ra.attention, q, k, v, plan, spec=spec, docs=docs)
             backward = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
-            times = [steady_ms(call, device) for call in (forward, backward)]
+            both = in_turns({"forward": forward, "backward": backward}, options.rounds, device)
+            times = [statistics.median(x) for x in both.values()]
             table[key] = (float(f"{work / times[0] / 1e9:.4g}"), float(f"{2.5 * work / times[1] / 1e9:.4g}"))
             print("{:<40} {:>9} {:>9} TFLOP/s forward, backward".format(key, *table[key]), flush=True)
     return table

@@ -13,6 +13,7 @@ from ringattn.kernels.attention.pallas.walk import (
     LOG2E,
     NN,
     NT,
+    Piece,
     Score,
     Setup,
     Walk,
@@ -23,11 +24,11 @@ from ringattn.kernels.attention.pallas.walk import (
     setup_of,
     visible,
 )
-from ringattn.kernels.attention.pallas.worklist import FIRST, LAST
+from ringattn.kernels.attention.pallas.worklist import FIRST, LAST, STAIRS, WHOLE
 from ringattn.kernels.intervals import Intervals
 
 # The pieces of a tile, and how many of them have their scores computed ahead: those with the fewest bundles on v6e.
-SOME, AHEAD = 256, 2
+EDGE, AHEAD = 256, 2
 FUSED_QUERIES, FUSED_KEYS = 256, 256
 HELD = 4  # bytes of dk and dv that stay in vector memory while a key head is computed, for each number of it
 
@@ -158,13 +159,15 @@ def backward_kernel(
     def start() -> None:
         acc[...] = jnp.zeros_like(acc)
 
-    def tile(whole: bool) -> None:
-        block = Block(q_t, k, v, dout_t, lse2, delta, None if whole else (walk.key_block(entry), begin, end))
-        parts = [(keys, at) for at in pieces(q_t.shape[3], FUSED_QUERIES) for keys in pieces(bk, FUSED_KEYS)]
-        ready = [block.scores(*part, score, precision) for part in parts[:AHEAD]]
-        for i, (keys, at) in enumerate(parts):
-            ready += [block.scores(*part, score, precision) for part in parts[i + AHEAD : i + AHEAD + 1]]
-            p, ds = block.gradients(*ready[i], keys, at, score)
+    def tile(kind: int) -> None:
+        block = Block(q_t, k, v, dout_t, lse2, delta, walk.key_block(entry), begin, end)
+        queries = pieces(q_t.shape[3], FUSED_QUERIES)
+        parts = [Piece.of(at, keys, kind) for at in queries for keys in pieces(bk, FUSED_KEYS)]
+        parts = [part for part in parts if part.size]
+        ready = [block.scores(part, score, precision) for part in parts[:AHEAD]]
+        for i, (at, keys, _) in enumerate(parts):
+            ready += [block.scores(part, score, precision) for part in parts[i + AHEAD : i + AHEAD + 1]]
+            p, ds = block.gradients(*ready[i], parts[i], score)
             ds = ds.astype(q_t.dtype)
             here = pl.ds(pl.multiple_of(walk.key_block(entry) * bk + keys.start, LANES), keys.stop - keys.start)
             dv[0, 0, :, here] += lax.dot_general(
@@ -173,7 +176,7 @@ def backward_kernel(
             dk[0, 0, :, here] += lax.dot_general(q_t[0, 0, :, at], ds, NT, precision, jnp.float32)
             acc[:, at] += lax.dot_general(k_t[0, 0, :, keys], ds, NN, precision, jnp.float32)
 
-    on_work(entry, tile)
+    on_work(entry, tile, (WHOLE, STAIRS))
 
     @pl.when(entry & LAST != 0)
     def finish() -> None:
@@ -202,10 +205,10 @@ def dq_kernel(
     def start() -> None:
         acc[...] = jnp.zeros_like(acc)
 
-    def tile(whole: bool) -> None:
-        block = Block(q_t, k, v, dout_t, lse2, delta, None if whole else (walk.key_block(entry), begin, end))
-        all_keys, all_queries = slice(0, k.shape[2]), slice(0, q_t.shape[3])
-        _, ds = block.gradients(*block.scores(all_keys, all_queries, score, precision), all_keys, all_queries, score)
+    def tile(kind: int) -> None:
+        block = Block(q_t, k, v, dout_t, lse2, delta, walk.key_block(entry), begin, end)
+        part = Piece.of(slice(0, q_t.shape[3]), slice(0, k.shape[2]), kind)
+        _, ds = block.gradients(*block.scores(part, score, precision), part, score)
         acc[...] += lax.dot_general(k_t[0, 0], ds.astype(k_t.dtype), NN, precision, jnp.float32)
 
     on_work(entry, tile)
@@ -233,19 +236,21 @@ def dkv_kernel(
         acc_k[...] = jnp.zeros_like(acc_k)
         acc_v[...] = jnp.zeros_like(acc_v)
 
-    def tile(whole: bool) -> None:
-        block = Block(q_t, k, v, dout_t, lse2, delta, None if whole else (walk.key_block(entry), begin, end))
-        parts = [(keys, at) for keys in pieces(k.shape[2], SOME) for at in pieces(q_t.shape[3], SOME)]
-        ready = [block.scores(*part, score, precision) for part in parts[:AHEAD]]
-        for i, (keys, at) in enumerate(parts):
-            ready += [block.scores(*part, score, precision) for part in parts[i + AHEAD : i + AHEAD + 1]]
-            p, ds = block.gradients(*ready[i], keys, at, score)
+    def tile(kind: int) -> None:
+        block = Block(q_t, k, v, dout_t, lse2, delta, walk.key_block(entry), begin, end)
+        queries = pieces(q_t.shape[3], EDGE)
+        parts = [Piece.of(at, keys, kind) for keys in pieces(k.shape[2], EDGE) for at in queries]
+        parts = [part for part in parts if part.size]
+        ready = [block.scores(part, score, precision) for part in parts[:AHEAD]]
+        for i, (at, keys, _) in enumerate(parts):
+            ready += [block.scores(part, score, precision) for part in parts[i + AHEAD : i + AHEAD + 1]]
+            p, ds = block.gradients(*ready[i], parts[i], score)
             new_v = lax.dot_general(dout_t[0, 0, :, at], p.astype(dout_t.dtype), NT, precision, jnp.float32)
             new_k = lax.dot_general(q_t[0, 0, :, at], ds.astype(q_t.dtype), NT, precision, jnp.float32)
             acc_v[:, keys] += new_v
             acc_k[:, keys] += new_k
 
-    on_work(entry, tile)
+    on_work(entry, tile, (WHOLE, STAIRS))
 
     @pl.when((entry & LAST != 0) & (member == pl.num_programs(3) - 1))
     def finish() -> None:
@@ -254,7 +259,7 @@ def dkv_kernel(
 
 
 class Block(NamedTuple):
-    """A pair of blocks in the backward pass. `mask` is (number of the key block, begin, end) or None."""
+    """A pair of blocks in the backward pass; `number` is that of the key block."""
 
     q_t: Any
     k: Any
@@ -262,21 +267,25 @@ class Block(NamedTuple):
     dout_t: Any
     lse2: Any
     delta: Any
-    mask: tuple[Any, Any, Any] | None
+    number: Any
+    begin: Any
+    end: Any
 
-    def scores(self, keys: slice, at: slice, score: Score, precision: Any) -> tuple[Any, Any]:
+    def scores(self, part: Piece, score: Score, precision: Any) -> tuple[Any, Any]:
         """Base-2 scores, and v dout^T: both [keys, queries]."""
+        at, keys, _ = part
         s = score(lax.dot_general(self.k[0, 0, keys], self.q_t[0, 0, :, at], NN, precision, jnp.float32))
         return s, lax.dot_general(self.v[0, 0, keys], self.dout_t[0, 0, :, at], NN, precision, jnp.float32)
 
-    def gradients(self, s: Any, dp: Any, keys: slice, at: slice, score: Score) -> tuple[Any, Any]:
+    def gradients(self, s: Any, dp: Any, part: Piece, score: Score) -> tuple[Any, Any]:
         """p = exp2(s - lse), exact since the lse is global, and 0 where a query does not see a key, whatever its score;
         ds = p (v dout^T - delta).
         """
+        at, keys, cut = part
         p = jnp.exp2(s - self.lse2[0, 0, :, at])
-        if self.mask is not None:
-            number, begin, end = self.mask
-            seen = visible(s, number * self.k.shape[2] + keys.start, begin[:, :, at], end[:, :, at])
+        if cut < keys.stop:
+            first_key = self.number * self.k.shape[2] + keys.start
+            seen = visible(s, first_key, self.begin[:, :, at], self.end[:, :, at])
             p = jnp.where(seen, p, 0.0)
             s = s if score.softcap is None else jnp.where(seen, s, 0.0)
         ds = p * (dp - self.delta[0, 0, :, at])

@@ -22,15 +22,17 @@ from ringattn.kernels.attention.pallas.walk import (
     LOG2E,
     NN,
     NT,
+    Piece,
     Score,
     Walk,
     entry_here,
+    on_work,
     pieces,
     precision_of,
     setup_of,
     visible,
 )
-from ringattn.kernels.attention.pallas.worklist import BEGUN, FIRST, LAST, WHOLE, WORK
+from ringattn.kernels.attention.pallas.worklist import ENDS, FIRST, LAST, SOME, STAIRS, WHOLE
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.kernels.protocol import JaxKernel
@@ -46,13 +48,14 @@ class Pieces(NamedTuple):
     queries: int
     keys: int
     ahead: int
+    exponents: int  # keys whose exponentials are computed, and meet their values, at once
 
     @classmethod
     def of(cls, queries: int, keys: int) -> "Pieces":
         return (
-            cls(512, keys, 1)
+            cls(512, keys, 1, 512)
             if queries > 512 and queries % 512 == 0
-            else cls(queries, 256 if keys % 256 == 0 else keys, 2)
+            else cls(queries, 256 if keys % 256 == 0 else keys, 2, 256)
         )
 
 
@@ -116,7 +119,9 @@ def forward_kernel(
     Why at the odd places: `held` is memory of its own, since the compiler stores twice as much when scores that do not
     fit into registers are left to it. `sums` has eight rows, one for each sublane, because adding whole registers is
     cheap; they are added up once, in `finish`. A masked tile may leave a maximum at -inf, and `safe` keeps -inf - -inf
-    out. A whole tile needs no mask, and where no interval begins inside a tile, its mask is one operation cheaper.
+    out. A whole tile needs no mask; where no interval begins inside a tile, its mask is one operation cheaper; and on
+    the diagonal of a causal mask the first half of the queries sees only half of the keys, the other one needs no mask
+    for these.
     """
     *given, k, v_t, begin, end, out, lse, top, total, acc, held = rest
     entry = entry_here(entries, walk)
@@ -135,39 +140,41 @@ def forward_kernel(
             acc[...] = jnp.zeros_like(acc)
 
     def tile(kind: int) -> None:
-        """A pair of blocks that is seen whole, that only ends cut, or that begins cut too: WHOLE, BEGUN, WORK."""
-        whole, starts = kind == WHOLE, begin if kind == WORK else None
-        columns = pieces(k.shape[2], size.keys)
-        parts = [(at, keys) for at in pieces(q.shape[2], size.queries) for keys in columns]
+        queries = pieces(q.shape[2], size.queries)
+        parts = [Piece.of(at, keys, kind) for at in queries for keys in pieces(k.shape[2], size.keys)]
+        parts = [part for part in parts if part.size]
         tops = []  # of the pieces whose scores were computed
 
         def compute(number: int) -> None:
-            for at, keys in parts[number : number + 1]:
+            for at, keys, cut in parts[number : number + 1]:
                 s = score(lax.dot_general(k[0, 0, keys], q[0, 0, at], NT, precision, jnp.float32))
-                if not whole:
-                    first = starts if starts is None else starts[:, :, at]
-                    s = jnp.where(visible(s, first_key + keys.start, first, end[:, :, at]), s, NEVER)
-                held[number % len(held)] = s
+                if cut < keys.stop:
+                    low, high = s[: cut - keys.start], s[cut - keys.start :]
+                    starts = begin[:, :, at] if kind == SOME else None
+                    high = jnp.where(visible(high, first_key + cut, starts, end[:, :, at]), high, NEVER)
+                    s = jnp.concatenate([low, high]) if low.size else high
+                held[number % len(held), : s.shape[0]] = s
                 tops.append(s.max(0, keepdims=True))
 
         for number in range(size.ahead):
             compute(number)
-        for i, (at, keys) in enumerate(parts):
+        for i, (at, keys, _) in enumerate(parts):
             compute(i + size.ahead)
-            if keys == columns[0]:
+            if keys.start == 0:
                 before, sums, result = top[:, at], total[:, at], acc[:, at]
             now = jnp.maximum(before, tops[i])
-            safe = now if whole else jnp.where(now == NEVER, 0.0, now)
-            p, shrink = jnp.exp2(held[i % len(held)] - safe), jnp.exp2(before - safe)
-            before, sums = now, sums * shrink + p.reshape(-1, 8, p.shape[1]).sum(0)
-            new = lax.dot_general(v_t[0, 0, :, keys], p.astype(v_t.dtype), NN, precision, jnp.float32)
-            result = result * shrink + new
-            if keys == columns[-1]:
+            safe = now if kind == WHOLE else jnp.where(now == NEVER, 0.0, now)
+            shrink = jnp.exp2(before - safe)
+            before, sums, result = now, sums * shrink, result * shrink
+            for some in pieces(parts[i].size, size.exponents):
+                p = jnp.exp2(held[i % len(held), some] - safe)
+                sums += p.reshape(-1, 8, p.shape[1]).sum(0)
+                values = v_t[0, 0, :, keys.start + some.start : keys.start + some.stop]
+                result += lax.dot_general(values, p.astype(v_t.dtype), NN, precision, jnp.float32)
+            if parts[i + 1 :] == [] or parts[i + 1].keys.start == 0:
                 top[:, at], total[:, at], acc[:, at] = before, sums, result
 
-    pl.when(entry & WHOLE != 0)(lambda: tile(WHOLE))
-    pl.when(entry & (BEGUN | WHOLE) == BEGUN)(lambda: tile(BEGUN))
-    pl.when(entry & (WORK | BEGUN) == WORK)(lambda: tile(WORK))
+    on_work(entry, tile, (WHOLE, STAIRS, ENDS))
 
     @pl.when(entry & LAST != 0)
     def finish() -> None:

@@ -15,7 +15,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ringattn.kernels.attention.pallas.blocks import Blocks, Shape, blocks_for, by_heads, padded
-from ringattn.kernels.attention.pallas.worklist import WHOLE, WORK, Ranges, by_keys, by_queries, passing, staying
+from ringattn.kernels.attention.pallas.worklist import (
+    NONE,
+    SOME,
+    STAIRS,
+    WHOLE,
+    Ranges,
+    by_keys,
+    by_queries,
+    kind_of,
+    passing,
+    staying,
+)
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.varying import axes_of, vary
 
@@ -174,10 +185,14 @@ def entry_here(entries: Any, walk: Walk) -> Any:
     return walk.entry(entries, pl.program_id(0), pl.program_id(walk.dims[0]))
 
 
-def on_work(entry: Any, tile: Callable[[bool], None]) -> None:
-    """Run the tile without a mask if every pair is seen, with a mask if some are, else not at all."""
-    pl.when(entry & WHOLE != 0)(lambda: tile(True))
-    pl.when(entry & (WORK | WHOLE) == WORK)(lambda: tile(False))
+def on_work(entry: Any, tile: Callable[[int], None], kinds: tuple[int, ...] = (WHOLE,)) -> None:
+    """Run the tile of the entry's kind: one of `kinds`, or that with the whole mask, unless no query sees any key."""
+    kind = kind_of(entry)
+    others = kind != NONE
+    for which in kinds:
+        pl.when(kind == which)(partial(tile, which))
+        others &= kind != which
+    pl.when(others)(partial(tile, SOME))
 
 
 def visible(s: Any, first_key: Any, begin: Any, end: Any) -> Any:
@@ -198,6 +213,26 @@ def pieces(length: int, most: int) -> list[slice]:
     """A block cut into pieces of `most`, or left whole if `most` does not divide it."""
     size = most if length % most == 0 else length
     return [slice(at, at + size) for at in range(0, length, size)]
+
+
+class Piece(NamedTuple):
+    """Queries and keys of a tile that are computed at once; keys before `cut` are seen by all these queries."""
+
+    queries: slice
+    keys: slice
+    cut: int
+
+    @classmethod
+    def of(cls, queries: slice, keys: slice, kind: int) -> "Piece":
+        """Without the keys that none of these queries sees, where that is known: all of them, perhaps."""
+        if kind != STAIRS:
+            return cls(queries, keys, keys.stop if kind == WHOLE else keys.start)
+        stop = max(keys.start, min(keys.stop, queries.stop))
+        return cls(queries, slice(keys.start, stop), max(keys.start, min(stop, queries.start)))
+
+    @property
+    def size(self) -> int:
+        return self.keys.stop - self.keys.start
 
 
 def setup_of(

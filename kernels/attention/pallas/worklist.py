@@ -2,7 +2,7 @@
 
 A kernel's grid steps are the entries of this list, so pairs of blocks that see nothing of each other cost nothing. The
 intervals may be traced, and may differ from device to device. An entry is one int32, read before the blocks are
-fetched: the staying block (whose result is accumulated), the passing block, and five flags.
+fetched: the staying block (whose result is accumulated), the passing block, its kind and two flags.
 """
 
 from typing import NamedTuple
@@ -13,19 +13,25 @@ from jax import Array
 from ringattn.kernels.intervals import Intervals
 
 BITS = 13  # of a block's number
-# Flags: the first and the last entry of a staying block; some query of the pair sees some key, every query sees all;
-# no query's interval begins behind the first key.
-FIRST, LAST, WORK, WHOLE, BEGUN = 1, 2, 4, 8, 16
-FLAGS = 5
+FIRST, LAST = 1, 2  # flags: the first and the last entry of a staying block
+# The kind of a pair of blocks: no query sees any key; some do; no interval begins behind the first key, so that only
+# ends cut; these ends are stairs; every query sees all keys.
+NONE, SOME, ENDS, STAIRS, WHOLE = range(5)
+FLAGS = 5  # bits of the kind and the flags
+STEP = 256  # stairs: of each so many queries, none sees a key behind as many keys, and all see those before
 
 
 class Ranges(NamedTuple):
-    """For each block of queries, [rows, n]: the key blocks [first, last) it sees, and those it sees completely."""
+    """For each block of queries, [rows, n]: the key blocks [first, last) it sees, and those it sees completely.
+
+    `stairs` is the key block in which its ends may be stairs, -1 if in none: that on the diagonal of a causal mask.
+    """
 
     first: Array
     last: Array
     whole_first: Array
     whole_last: Array
+    stairs: Array
 
     @classmethod
     def of(cls, where: Intervals, block_q: int, block_k: int) -> "Ranges":
@@ -34,7 +40,8 @@ class Ranges(NamedTuple):
         some = begin < end
         first = jnp.where(some, begin, jnp.iinfo(jnp.int32).max).min(-1) // block_k
         last = (jnp.where(some, end, 0).max(-1) + block_k - 1) // block_k
-        return cls(jnp.minimum(first, last), last, (begin.max(-1) + block_k - 1) // block_k, end.min(-1) // block_k)
+        begun, whole = (begin.max(-1) + block_k - 1) // block_k, end.min(-1) // block_k
+        return cls(jnp.minimum(first, last), last, begun, whole, stairs(end, block_k))
 
     def queries(self, key_blocks: int) -> tuple[Array, Array]:
         """For each block of keys, [rows, key_blocks]: the query blocks [first, last) that see it."""
@@ -43,6 +50,16 @@ class Ranges(NamedTuple):
         first = jnp.where(seen, q[:, None], len(q)).min(1)
         last = jnp.where(seen, q[:, None] + 1, 0).max(1)
         return jnp.minimum(first, last), last
+
+
+def stairs(end: Array, block_k: int) -> Array:
+    """The key block of each block of queries, [rows, n], in which its ends, [rows, n, block_q], are stairs, or -1."""
+    rows, n, block_q = end.shape
+    if block_q != block_k or block_q % STEP or block_q == STEP:
+        return jnp.full((rows, n), -1, jnp.int32)
+    end, steps = end.reshape(rows, n, -1, STEP), STEP * jnp.arange(block_q // STEP)
+    low, high = (end.min(-1) - steps).min(-1), (end.max(-1) - steps).max(-1) - STEP
+    return jnp.where(high <= low // block_k * block_k, low // block_k, -1)
 
 
 class Worklist(NamedTuple):
@@ -83,10 +100,10 @@ def listed(ranges: Ranges, first: Array, last: Array, passing_blocks: int, queri
     q, k = (stay, passing) if queries_stay else (passing, stay)
     listed = at < stops[:, -1:]
     work = listed & (of(ranges.first, q) <= k) & (k < of(ranges.last, q))
-    begun = work & (of(ranges.whole_first, q) <= k)
-    whole = begun & (k < of(ranges.whole_last, q))
-    flags = ((place == 0) * FIRST | (place == of(counts, stay) - 1) * LAST) * listed
-    flags = flags | work * WORK | whole * WHOLE | begun * BEGUN
+    begun = of(ranges.whole_first, q) <= k
+    kind = jnp.where(k < of(ranges.whole_last, q), WHOLE, jnp.where(of(ranges.stairs, q) == k, STAIRS, ENDS))
+    kind = jnp.where(work, jnp.where(begun, kind, SOME), NONE)
+    flags = ((place == 0) * FIRST | (place == of(counts, stay) - 1) * LAST) * listed | kind << 2
     return Worklist((stay << (BITS + FLAGS) | passing << FLAGS | flags).astype(jnp.int32), stops[:, -1].max())
 
 
@@ -96,3 +113,7 @@ def staying(entry: Array) -> Array:
 
 def passing(entry: Array) -> Array:
     return (entry >> FLAGS) & ((1 << BITS) - 1)
+
+
+def kind_of(entry: Array) -> Array:
+    return (entry >> 2) & 7
