@@ -143,7 +143,7 @@ def steps_of(spread: Spread, together: int) -> Iterable[Wave]:
 
 def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
     """[ring, ulysses] from "rank7:0.8,host2:0.5": the speed of some ranks, of 1."""
-    found = np.ones(ring * ulysses)
+    factors = np.ones(ring * ulysses)
     for word in filter(None, slow.split(",")):
         match = SLOW.fullmatch(word)
         if match is None or not 0 < float(match[3]) <= 10:
@@ -152,8 +152,8 @@ def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
         most = ring * ulysses if kind == "rank" else -(-ring * ulysses // gpus)
         if number >= most:
             raise ValueError(f"slow={word}: there are {most} {kind}s, counted from 0")
-        found[number if kind == "rank" else slice(number * gpus, (number + 1) * gpus)] = speed
-    return found.reshape(ring, ulysses)
+        factors[number if kind == "rank" else slice(number * gpus, (number + 1) * gpus)] = speed
+    return factors.reshape(ring, ulysses)
 
 
 def on_links(start: np.ndarray, seconds: np.ndarray) -> np.ndarray:
