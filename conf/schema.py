@@ -110,7 +110,7 @@ class Train:
     cluster: Cluster = field(default_factory=Cluster)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    nproc: int | None = option(None, "ranks to start here; by default every GPU, or 2 without GPUs")
+    nproc: int | None = option(None, "ranks to start here; by default every GPU, or 2 without GPUs", below=65537)
     device: str = option("auto", "where it runs; auto: on GPUs if there are any", among=("auto", "cpu", "cuda"))
     precision: str = option(
         "auto",

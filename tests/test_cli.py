@@ -110,6 +110,7 @@ def test_every_benchmark_has_help(suite, capsys):
         (["doctor", "timeout=soon"], "timeout=soon: expected a number"),
         (["plan", "ring=-1"], "ring=-1: must be above 0"),
         (["plan", "ring=100000"], "100000 ranks; a plan is made for 65536 at most"),
+        (["train", "dry_run=true", "nproc=100000000"], "nproc=100000000: must be below 65537"),
         (["plan", "--seq_len", "100"], "--seq_len has no value; give seq_len=131072"),
         (["plan", "seq_len=5", "--seq-len=6"], "seq_len is given twice"),
         (["plan", "heads=32:8"], "heads=32:8: expected whole numbers separated by commas"),
