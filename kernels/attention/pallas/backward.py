@@ -13,7 +13,7 @@ from ringattn.kernels.attention.pallas.walk import (
     LOG2E,
     NN,
     NT,
-    Piece,
+    Patch,
     Score,
     Setup,
     Walk,
@@ -138,7 +138,7 @@ def backward_kernel(
     pieces, with the scores of the next AHEAD pieces ready.
     """
     *given, k, v, k_t, begin, end, dq, dk, dv, acc = rest
-    entry, member, place = entry_here(entries, walk), pl.program_id(2), pl.program_id(3)
+    entry, member, step = entry_here(entries, walk), pl.program_id(2), pl.program_id(3)
     bk = k.shape[2]
 
     def on_key_blocks(change: Any) -> None:
@@ -147,7 +147,7 @@ def backward_kernel(
 
         lax.fori_loop(0, dk.shape[3] // bk, block, None)
 
-    @pl.when((member == 0) & (place == 0))
+    @pl.when((member == 0) & (step == 0))
     def begin_head() -> None:
         def clear(at: Any) -> None:
             dk[0, 0, :, at] = jnp.zeros((dk.shape[2], bk), jnp.float32)
@@ -162,12 +162,12 @@ def backward_kernel(
     def tile(kind: int) -> None:
         block = Block(q_t, k, v, dout_t, lse2, delta, walk.key_block(entry), begin, end)
         queries = pieces(q_t.shape[3], FUSED_QUERIES)
-        parts = [Piece.of(at, keys, kind) for at in queries for keys in pieces(bk, FUSED_KEYS)]
-        parts = [part for part in parts if part.size]
-        ready = [block.scores(part, score, precision) for part in parts[:AHEAD]]
-        for i, (at, keys, _) in enumerate(parts):
-            ready += [block.scores(part, score, precision) for part in parts[i + AHEAD : i + AHEAD + 1]]
-            p, ds = block.gradients(*ready[i], parts[i], score)
+        patches = [Patch.of(at, keys, kind) for at in queries for keys in pieces(bk, FUSED_KEYS)]
+        patches = [patch for patch in patches if patch.size]
+        ready = [block.scores(patch, score, precision) for patch in patches[:AHEAD]]
+        for i, (at, keys, _) in enumerate(patches):
+            ready += [block.scores(patch, score, precision) for patch in patches[i + AHEAD : i + AHEAD + 1]]
+            p, ds = block.gradients(*ready[i], patches[i], score)
             ds = ds.astype(q_t.dtype)
             here = pl.ds(pl.multiple_of(walk.key_block(entry) * bk + keys.start, LANES), keys.stop - keys.start)
             dv[0, 0, :, here] += lax.dot_general(
@@ -183,7 +183,7 @@ def backward_kernel(
         new = acc[...] * score.scale
         dq[0, 0] = given[0][0, 0] + new if carried else new
 
-    @pl.when((member == pl.num_programs(2) - 1) & (place == pl.num_programs(3) - 1))
+    @pl.when((member == pl.num_programs(2) - 1) & (step == pl.num_programs(3) - 1))
     def finish_head() -> None:
         def scale(at: Any) -> None:
             dk[0, 0, :, at] *= score.scale
@@ -207,8 +207,8 @@ def dq_kernel(
 
     def tile(kind: int) -> None:
         block = Block(q_t, k, v, dout_t, lse2, delta, walk.key_block(entry), begin, end)
-        part = Piece.of(slice(0, q_t.shape[3]), slice(0, k.shape[2]), kind)
-        _, ds = block.gradients(*block.scores(part, score, precision), part, score)
+        patch = Patch.of(slice(0, q_t.shape[3]), slice(0, k.shape[2]), kind)
+        _, ds = block.gradients(*block.scores(patch, score, precision), patch, score)
         acc[...] += lax.dot_general(k_t[0, 0], ds.astype(k_t.dtype), NN, precision, jnp.float32)
 
     on_work(entry, tile)
@@ -239,12 +239,12 @@ def dkv_kernel(
     def tile(kind: int) -> None:
         block = Block(q_t, k, v, dout_t, lse2, delta, walk.key_block(entry), begin, end)
         queries = pieces(q_t.shape[3], EDGE)
-        parts = [Piece.of(at, keys, kind) for keys in pieces(k.shape[2], EDGE) for at in queries]
-        parts = [part for part in parts if part.size]
-        ready = [block.scores(part, score, precision) for part in parts[:AHEAD]]
-        for i, (at, keys, _) in enumerate(parts):
-            ready += [block.scores(part, score, precision) for part in parts[i + AHEAD : i + AHEAD + 1]]
-            p, ds = block.gradients(*ready[i], parts[i], score)
+        patches = [Patch.of(at, keys, kind) for keys in pieces(k.shape[2], EDGE) for at in queries]
+        patches = [patch for patch in patches if patch.size]
+        ready = [block.scores(patch, score, precision) for patch in patches[:AHEAD]]
+        for i, (at, keys, _) in enumerate(patches):
+            ready += [block.scores(patch, score, precision) for patch in patches[i + AHEAD : i + AHEAD + 1]]
+            p, ds = block.gradients(*ready[i], patches[i], score)
             new_v = lax.dot_general(dout_t[0, 0, :, at], p.astype(dout_t.dtype), NT, precision, jnp.float32)
             new_k = lax.dot_general(q_t[0, 0, :, at], ds.astype(q_t.dtype), NT, precision, jnp.float32)
             acc_v[:, keys] += new_v
@@ -271,19 +271,19 @@ class Block(NamedTuple):
     begin: Any
     end: Any
 
-    def scores(self, part: Piece, score: Score, precision: Any) -> tuple[Any, Any]:
+    def scores(self, patch: Patch, score: Score, precision: Any) -> tuple[Any, Any]:
         """Base-2 scores, and v dout^T: both [keys, queries]."""
-        at, keys, _ = part
+        at, keys, _ = patch
         s = score(lax.dot_general(self.k[0, 0, keys], self.q_t[0, 0, :, at], NN, precision, jnp.float32))
         return s, lax.dot_general(self.v[0, 0, keys], self.dout_t[0, 0, :, at], NN, precision, jnp.float32)
 
-    def gradients(self, s: Any, dp: Any, part: Piece, score: Score) -> tuple[Any, Any]:
+    def gradients(self, s: Any, dp: Any, patch: Patch, score: Score) -> tuple[Any, Any]:
         """p = exp2(s - lse), exact since the lse is global, and 0 where a query does not see a key, whatever its score;
         ds = p (v dout^T - delta).
         """
-        at, keys, cut = part
+        at, keys, free = patch
         p = jnp.exp2(s - self.lse2[0, 0, :, at])
-        if cut < keys.stop:
+        if free < keys.stop:
             first_key = self.number * self.k.shape[2] + keys.start
             seen = visible(s, first_key, self.begin[:, :, at], self.end[:, :, at])
             p = jnp.where(seen, p, 0.0)

@@ -22,7 +22,7 @@ from ringattn.kernels.attention.pallas.walk import (
     LOG2E,
     NN,
     NT,
-    Piece,
+    Patch,
     Score,
     Walk,
     entry_here,
@@ -141,24 +141,24 @@ def forward_kernel(
 
     def tile(kind: int) -> None:
         queries = pieces(q.shape[2], size.queries)
-        parts = [Piece.of(at, keys, kind) for at in queries for keys in pieces(k.shape[2], size.keys)]
-        parts = [part for part in parts if part.size]
+        patches = [Patch.of(at, keys, kind) for at in queries for keys in pieces(k.shape[2], size.keys)]
+        patches = [patch for patch in patches if patch.size]
         tops = []  # of the pieces whose scores were computed
 
         def compute(number: int) -> None:
-            for at, keys, cut in parts[number : number + 1]:
+            for at, keys, free in patches[number : number + 1]:
                 s = score(lax.dot_general(k[0, 0, keys], q[0, 0, at], NT, precision, jnp.float32))
-                if cut < keys.stop:
-                    low, high = s[: cut - keys.start], s[cut - keys.start :]
+                if free < keys.stop:
+                    low, high = s[: free - keys.start], s[free - keys.start :]
                     starts = begin[:, :, at] if kind == SOME else None
-                    high = jnp.where(visible(high, first_key + cut, starts, end[:, :, at]), high, NEVER)
+                    high = jnp.where(visible(high, first_key + free, starts, end[:, :, at]), high, NEVER)
                     s = jnp.concatenate([low, high]) if low.size else high
                 held[number % len(held), : s.shape[0]] = s
                 tops.append(s.max(0, keepdims=True))
 
         for number in range(size.ahead):
             compute(number)
-        for i, (at, keys, _) in enumerate(parts):
+        for i, (at, keys, _) in enumerate(patches):
             compute(i + size.ahead)
             if keys.start == 0:
                 before, sums, result = top[:, at], total[:, at], acc[:, at]
@@ -166,12 +166,12 @@ def forward_kernel(
             safe = now if kind == WHOLE else jnp.where(now == NEVER, 0.0, now)
             shrink = jnp.exp2(before - safe)
             before, sums, result = now, sums * shrink, result * shrink
-            for some in pieces(parts[i].size, size.exponents):
+            for some in pieces(patches[i].size, size.exponents):
                 p = jnp.exp2(held[i % len(held), some] - safe)
                 sums += p.reshape(-1, 8, p.shape[1]).sum(0)
                 values = v_t[0, 0, :, keys.start + some.start : keys.start + some.stop]
                 result += lax.dot_general(values, p.astype(v_t.dtype), NN, precision, jnp.float32)
-            if parts[i + 1 :] == [] or parts[i + 1].keys.start == 0:
+            if patches[i + 1 :] == [] or patches[i + 1].keys.start == 0:
                 top[:, at], total[:, at], acc[:, at] = before, sums, result
 
     on_work(entry, tile, (WHOLE, STAIRS, ENDS))

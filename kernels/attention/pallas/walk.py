@@ -97,8 +97,8 @@ class Walk(NamedTuple):
         """The grid's dimensions of the entries, and of the query heads that share a key head."""
         return (3, 2) if self.queries_stay else (2, 3)
 
-    def entry(self, entries: Any, batch: Any, place: Any) -> Any:
-        return entries[batch * self.setup.stride + place]
+    def entry(self, entries: Any, batch: Any, at: Any) -> Any:
+        return entries[batch * self.setup.stride + at]
 
     def query_block(self, entry: Any) -> Any:
         return staying(entry) if self.queries_stay else passing(entry)
@@ -215,15 +215,15 @@ def pieces(length: int, most: int) -> list[slice]:
     return [slice(at, at + size) for at in range(0, length, size)]
 
 
-class Piece(NamedTuple):
-    """Queries and keys of a tile that are computed at once; keys before `cut` are seen by all these queries."""
+class Patch(NamedTuple):
+    """Queries and keys of a tile that are computed at once; keys before `free` are seen by all these queries."""
 
     queries: slice
     keys: slice
-    cut: int
+    free: int
 
     @classmethod
-    def of(cls, queries: slice, keys: slice, kind: int) -> "Piece":
+    def of(cls, queries: slice, keys: slice, kind: int) -> "Patch":
         """Without the keys that none of these queries sees, where that is known: all of them, perhaps."""
         if kind != STAIRS:
             return cls(queries, keys, keys.stop if kind == WHOLE else keys.start)

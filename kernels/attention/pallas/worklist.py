@@ -95,15 +95,15 @@ def listed(ranges: Ranges, first: Array, last: Array, passing_blocks: int, queri
     def of(x: Array, i: Array) -> Array:
         return jnp.take_along_axis(x, i, 1)
 
-    place = at - of(stops - counts, stay)
-    passing = jnp.minimum(of(first, stay) + place, passing_blocks - 1)
+    nth = at - of(stops - counts, stay)
+    passing = jnp.minimum(of(first, stay) + nth, passing_blocks - 1)
     q, k = (stay, passing) if queries_stay else (passing, stay)
     listed = at < stops[:, -1:]
     work = listed & (of(ranges.first, q) <= k) & (k < of(ranges.last, q))
     begun = of(ranges.whole_first, q) <= k
     kind = jnp.where(k < of(ranges.whole_last, q), WHOLE, jnp.where(of(ranges.stairs, q) == k, STAIRS, ENDS))
     kind = jnp.where(work, jnp.where(begun, kind, SOME), NONE)
-    flags = ((place == 0) * FIRST | (place == of(counts, stay) - 1) * LAST) * listed | kind << 2
+    flags = ((nth == 0) * FIRST | (nth == of(counts, stay) - 1) * LAST) * listed | kind << 2
     return Worklist((stay << (BITS + FLAGS) | passing << FLAGS | flags).astype(jnp.int32), stops[:, -1].max())
 
 
