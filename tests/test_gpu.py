@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ringattn as ra
+from ringattn import recipe
 from ringattn.comms.local import run as run_ranks
 from ringattn.launch.processes import RankError
 from ringattn.launch.processes import run as run_processes
@@ -23,7 +24,6 @@ from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import CASES as SMALL
 from ringattn.launch.verify.cases import Case
 from ringattn.models.nn import StreamingAttention
-from ringattn.torch.attention import ring
 
 pytestmark = pytest.mark.gpu
 CASES = [replace(c, head_dim=8 * c.head_dim, value_dim=8 * c.value_dim) for c in SMALL]  # dims that GPU kernels have
@@ -86,7 +86,7 @@ def mesh_of(ring: int, ulysses: int) -> object:
 def every_case(ranks: int, transport: str) -> list[str]:
     """What is off: all cases with a kernel that needs no compiling, some rings with auto's and a vendor's."""
     off = []
-    ring.LONG = 0  # heads at home take turns, as where keys have a long way
+    recipe.LONG = 0  # heads at home take turns, as where keys have a long way
     for case in placed_on(ranks):
         mesh = mesh_of(case.ring, case.ulysses)
         runs = [("tiled", torch.float32)]
