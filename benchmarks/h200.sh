@@ -43,8 +43,9 @@ prefill() {
 decode() { bench decode ranks=$R transports=auto,group,symmetric; }
 scan() { bench scan ranks=$R processes=$P tokens=8192,131072,262144; }
 jax() { bench jax ranks=$R kernel=cudnn; }
-train() { # 7 blocks a GPU of the 8-billion shape
+train() { # 7 blocks a GPU of the 8-billion shape, and their floor
     python3 -m ringattn train experiment=h200_long model.layers=$((7 * R)) nproc=$R steps=8 picture=false folder="$OUT" run=long
+    bench step run="$OUT/long"
 }
 million() {
     python3 -m ringattn train experiment=million model.layers=$R nproc=$R picture=false folder="$OUT" run=million

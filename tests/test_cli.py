@@ -130,6 +130,8 @@ def test_every_benchmark_has_help(suite, capsys):
         (["bench", "ring", "modes=back"], "modes=back: choose one of forward, forward+backward"),
         (["bench", "ring", "device=cpu", "ranks=9999", "tokens=64"], "9999 ranks, each a process here"),
         (["bench", "scan", "out=a", "out=b"], "out is given twice"),
+        (["bench", "step"], "name the folder of a training run"),
+        (["bench", "step", "run=nowhere"], "run=nowhere: no config.json there"),
         (["bench", "traffic", "ranks=1"], "ranks=1: there can be 2 to"),
     ],
     ids=" ".join,

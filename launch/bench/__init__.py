@@ -36,6 +36,7 @@ SUITES = {
     "ring": "attention over many ranks, next to the same work of one rank without communication",
     "scaling": "one layer over more and more ranks: predicted, simulated, measured here",
     "scan": "linear attention over many ranks, next to each rank alone",
+    "step": "a step of a training run, next to its attention and matrix products alone",
     "traffic": "the bytes that a rank sends, counted, next to those of the schedule",
 }
 OUT = option(None, "a file that the rows are appended to, one JSON line each")
