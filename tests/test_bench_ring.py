@@ -1,4 +1,4 @@
-"""bench ring: what it counts, and the timeline it records."""
+"""bench ring: what it counts, and the timeline it draws."""
 
 import json
 import os
@@ -37,9 +37,14 @@ def test_names_tell_hops_from_kernels():
     assert results == ["hops", "attention", None, None]
 
 
-def test_a_trace_of_all_ranks(tmp_path):
+def test_a_trace_and_a_picture_of_all_ranks(tmp_path):
     message = timeline.save([SPANS, SPANS], tmp_path / "ring.json", "ours 64 forward+backward")
     assert "exposed communication 20.0%" in message
+    (picture,) = tmp_path.glob("*.svg")
+    drawn = picture.read_text()
+    assert drawn.count("rank 1") == 1 and "exposed communication 20.0%" in drawn and "backward<" not in drawn
+    timeline.draw([[*SPANS, Span("dq_kernel", "attention", 20.0, 9.0)]], picture, "both")
+    assert "backward<" in picture.read_text()
     (trace,) = tmp_path.glob("*.json")
     events = json.loads(trace.read_text())["traceEvents"]
     moving = [e for e in events if e["ph"] == "X" and e["cat"] == "hops"]
@@ -166,9 +171,8 @@ def test_a_trace_on_the_cpu_shows_kernels_and_hops(tmp_path, capsys):
     )  # fmt: skip
     rows = list(ring.run(options))
     assert [row["mode"] for row in rows] == options.modes and "no attention kernel running" in capsys.readouterr().out
-    traces = list(tmp_path.glob("*.json"))
-    assert len(traces) == 2
-    for trace in traces:
+    assert len(list(tmp_path.glob("*.svg"))) == 2
+    for trace in tmp_path.glob("*.json"):
         spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
         for rank in (0, 1):
             mine = [e for e in spans if e["pid"] == rank]

@@ -54,7 +54,9 @@ class Options:
     calls: int = IN_A_ROW
     warmup: int = option(2, "runs that are not timed", least=0)
     repeats: int = option(10, "timed runs")
-    trace: str = option("", "a file name for a trace of each mode at the first length", bare="trace.json")
+    trace: str = option(
+        "", "a file name for a trace (.json) and a picture (.svg) of each first length and mode", bare="trace.json"
+    )
     timeout: float = option(900.0, "seconds for all")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What ran when on every rank: recorded by torch's profiler, saved as a Chrome trace, which Perfetto draws.
+"""What ran when on every rank: recorded by torch's profiler, saved as a Chrome trace and as a picture.
 
 A span is a kernel or a copy, on a CPU an operation of torch or a message of gloo: its name, its lane, when it started
 and how long it took, in microseconds. Lanes are `attention` (kernels of the call) and `hops` (what moves between ranks;
@@ -18,8 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 from ringattn.launch.bench.timing import finish, meet
 
 HOPS = ("ncclDevKernel", "Memcpy", "SendRecv", "memcpy")
+BACKWARD = ("backward", "bwd", "dkdv_kernel", "dq_kernel")  # in the names of what runs in backward only
+SPECK = 1e-3  # of the picture's width: what is shorter is not drawn, what is nearer is drawn as one
 MEETING = ("AllReduce", "gloo:barrier")  # a barrier, over NCCL and over gloo
-LANES = ("attention", "hops")
+COLORS = {"attention": "#2a9d8f", "hops": "#e76f51"}
 
 
 class Span(NamedTuple):
@@ -74,12 +76,12 @@ def lane_on_cpu(name: str) -> str | None:
     return {"gloo": "hops", "aten": "attention"}.get(name.partition(":")[0])
 
 
-def covered(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """The times at which some span runs, as intervals that are apart."""
+def covered(spans: Sequence[Span], apart: float = 0.0) -> list[tuple[float, float]]:
+    """The times at which some span runs, as intervals that are further apart than so much."""
     merged: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda s: s.start):
         end = span.start + span.length
-        if merged and span.start <= merged[-1][1]:
+        if merged and span.start <= merged[-1][1] + apart:
             merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
             merged.append((span.start, end))
@@ -99,25 +101,62 @@ def idle(spans: Sequence[Span]) -> float:
 
 
 def save(ranks: Sequence[Sequence[Span]], path: Path, name: str) -> str:
-    """Write the trace beside `path`; returns what it shows."""
+    """Write the trace and the picture beside `path`; returns what they show."""
     slug = "-".join(name.replace("+", " ").split())
-    target = path.with_name(f"{path.stem}-{slug}.json")
-    target.write_text(json.dumps(trace(ranks)))
+    target = path.with_name(f"{path.stem}-{slug}")
+    target.with_suffix(".json").write_text(json.dumps(trace(ranks)))
     worst = max(exposed(spans) for spans in ranks), max(idle(spans) for spans in ranks)
-    return f"{target}: {name}: exposed communication {worst[0]:.1%}, no attention kernel running {worst[1]:.1%}"
+    title = f"{name}: exposed communication {worst[0]:.1%}, no attention kernel running {worst[1]:.1%}"
+    draw(ranks, target.with_suffix(".svg"), title)
+    return f"{target}.svg: {title}"
 
 
 def trace(ranks: Sequence[Sequence[Span]]) -> dict[str, Any]:
     """Chrome's format: a process a rank, a thread a lane."""
     zero = min(s.start for spans in ranks for s in spans)
+    lanes = list(COLORS)
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": r, "name": "process_name", "args": {"name": f"rank {r}"}} for r in range(len(ranks))
     ]
     for r in range(len(ranks)):
-        for i, lane in enumerate(LANES):
+        for i, lane in enumerate(lanes):
             events.append({"ph": "M", "pid": r, "tid": i, "name": "thread_name", "args": {"name": lane}})
     for r, spans in enumerate(ranks):
         for s in spans:
-            when = {"pid": r, "tid": LANES.index(s.lane), "ts": s.start - zero, "dur": s.length}
+            when = {"pid": r, "tid": lanes.index(s.lane), "ts": s.start - zero, "dur": s.length}
             events.append({"ph": "X", "name": s.name, "cat": s.lane, **when})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw(ranks: Sequence[Sequence[Span]], path: Path, title: str) -> None:
+    """Two lanes a rank over the same time: kernels above, hops below."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    every = [s for spans in ranks for s in spans]
+    zero, last = min(s.start for s in every), max(s.start + s.length for s in every)
+    speck, turn = SPECK * (last - zero), [s.start for s in every if any(word in s.name for word in BACKWARD)]
+    figure, axes = pyplot.subplots(figsize=(10, 0.9 + 0.75 * len(ranks)))
+    ticks = []
+    for r, spans in enumerate(ranks):
+        for i, (lane, color) in enumerate(COLORS.items()):
+            y = -(3 * r + i)
+            times = covered([s for s in spans if s.lane == lane], apart=speck)
+            mine = [((start - zero) / 1e3, (end - start) / 1e3) for start, end in times if end - start >= speck]
+            axes.broken_barh(mine, (y - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3)
+            ticks.append((y, f"rank {r}: {lane}" if i == 0 else lane))
+    axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks])
+    if turn:
+        x = (min(turn) - zero) / 1e3
+        axes.axvline(x, color="grey", linestyle=":", zorder=0)
+        axes.text(x, 1.0, "backward", transform=axes.get_xaxis_transform(), fontsize=8, color="grey")
+    axes.set_xlabel("ms")
+    axes.set_title(title, fontsize=10, pad=14)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
