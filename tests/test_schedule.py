@@ -161,7 +161,7 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
     def one_rank(mesh):
         import ringattn as ra
 
-        plan = oracle.plan_of(case, mesh, route=route, together=2, hosts=2 if route == "levels" else None)
+        plan = case.plan_on(mesh, route=route, together=2, hosts=2 if route == "levels" else None)
         q, k, v = (plan.shard(given[n]).requires_grad_() for n in "qkv")
         axis = plan.ring_axis
         out = ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)
