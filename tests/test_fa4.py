@@ -27,7 +27,8 @@ from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.rows import row_delta
 from ringattn.launch.commands import tune
-from ringattn.launch.verify.cases import CASES, Case
+from ringattn.launch.verify.cases import Case
+from tests.cases import CASES
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

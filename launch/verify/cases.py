@@ -1,7 +1,6 @@
-"""One list of cases: the tests, `ringattn verify` and the GPU tests all run these."""
+"""One list of cases: `ringattn verify` runs them everywhere, the tests where tests/cases.py puts them."""
 
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
@@ -172,38 +171,3 @@ FEATURES = (
     Case("shared_question", slices=[((0, 30), (0, 30), "causal"), ((30, 61), (0, 13), "full"),
          ((30, 44), (30, 44), "causal"), ((44, 61), (44, 61), "causal")]),
 )  # fmt: skip
-
-PLACES = (
-    *product(((4, 1),), ("ring", "gather"), ("contiguous", "striped", "zigzag")),
-    ((1, 4), "ulysses", "contiguous"),
-    ((2, 2), "ring", "zigzag"),
-    ((2, 2), "ring", "striped"),
-    ((2, 2), "gather", "zigzag"),
-    ((8, 1), "ring", "zigzag"),
-    ((2, 4), "ring", "contiguous"),
-)
-
-CASES = tuple(
-    replace(case, ring=ring, ulysses=ulysses, strategy=strategy, layout=layout)
-    for case in FEATURES
-    for (ring, ulysses), strategy, layout in PLACES
-)
-
-# What the balanced layout can be: one sequence, whose documents are dealt out to the ring.
-BALANCED = tuple(
-    replace(case, ring=ring, ulysses=ulysses, strategy=strategy, layout="balanced")
-    for case in FEATURES
-    if not case.crossed
-    for ring, ulysses, strategy in ((4, 1, "ring"), (2, 2, "gather"))
-)
-
-# A few of each kind, for what costs more than a thread: processes, GPUs.
-FEW = (
-    *(
-        c
-        for c in CASES
-        if c.name in ("all_at_once", "cross", "docs_rows", "window")
-        and (c.strategy, c.layout) in (("ring", "zigzag"), ("gather", "zigzag"), ("ulysses", "contiguous"))
-    ),
-    *(c for c in BALANCED if c.name == "docs" and c.strategy == "ring"),
-)

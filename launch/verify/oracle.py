@@ -158,13 +158,6 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def large_scores(given: dict[str, Tensor], size: float = 1e4) -> dict[str, Tensor]:
-    """The same with scores, where the scale is 1, and sinks that float32 holds exactly, and that are about `size`."""
-    scored = {n: (given[n] * 2).round() / (8 if n == "k" else 1) for n in "qk"}
-    scored["q"][..., 0], scored["k"][..., 0] = size, 1.0
-    return {**given, **scored, "sinks": size + (given["sinks"] * 8).round() / 8}
-
-
 def dense(case: Case, given: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """out, lse and every gradient of the whole sequence, computed densely in `dtype`."""
     leaves = {n: given[n].detach().to(dtype).requires_grad_() for n in case.leaves}
