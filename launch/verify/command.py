@@ -31,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
@@ -240,14 +240,11 @@ def here(options: Options, case: AnyCase) -> list[dict[str, Any]]:
 
 def one_process(options: Options) -> list[dict[str, Any]]:
     """This rank's part of every case, in a process group that exists."""
-    meshes: dict[tuple[int, int], Any] = {}
+    mesh_of = cache(partial(init_mesh, device_type=options.device))
     results = []
     for case in chosen(options):
-        at = (case.ring, case.ulysses)
-        if at not in meshes:
-            meshes[at] = init_mesh(ring=case.ring, ulysses=case.ulysses, device_type=options.device)
         try:
-            results.append(one_case(options, case, meshes[at]))
+            results.append(one_case(options, case, mesh_of(ring=case.ring, ulysses=case.ulysses)))
         except Exception as error:
             if isinstance(case, drawn.Call):  # the other ranks wait: name the call, and end
                 raise RuntimeError(f"{repeat(options, case.seed)}: {type(error).__name__}: {error}") from error

@@ -147,7 +147,7 @@ def real(x: Tensor, lengths: Lengths | None) -> Tensor:
     if lengths is None:
         return x
     T = x.shape[1]
-    keep = torch.tensor([[t < sum(row) for t in range(T)] for row in lengths])
+    keep = torch.arange(T) < torch.tensor([[sum(row)] for row in lengths])
     return torch.where(keep.reshape(*keep.shape, *[1] * (x.dim() - 2)), x, 0.0)
 
 

@@ -21,19 +21,14 @@ def visible(case: Case, batch_row: int) -> Tensor:
         return in_slices(case)
     if case.parents is not None:
         return on_branches(case, batch_row)
-    i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.key_len or case.seq_len)[None]
+    T, S = case.seq_len, case.key_len or case.seq_len
+    mine, i, i_left = tokens_of(case.lengths or [T], batch_row, T)
+    of_keys = case.lengths if case.key_len is None and case.key_lengths is None else case.key_lengths
+    theirs, j, j_left = tokens_of(of_keys or [S], batch_row, S)
     if case.key_lengths is not None:  # counted back from the end of a document
-        i, j = -left(row_of(case.lengths, batch_row), i), -left(row_of(case.key_lengths, batch_row), j)
-    mine = theirs = torch.zeros(case.seq_len, dtype=torch.int64)
-    begun: Any = 0
-    if case.lengths is not None:
-        mine = theirs = ids(row_of(case.lengths, batch_row), case.seq_len)
-        if case.key_lengths is None:
-            begun = torch.stack([(mine == number).nonzero().min() for number in mine])[:, None]
-    if case.key_len is not None or case.key_lengths is not None:
-        size = case.key_len or case.seq_len
-        theirs = mine.new_zeros(size) if case.key_lengths is None else ids(row_of(case.key_lengths, batch_row), size)
-    allowed = near(case.spec, i - begun, j - begun)
+        i, j = -i_left, -j_left
+    allowed = near(case.spec, i[:, None], j[None])
+    i, j = torch.arange(T)[:, None], torch.arange(S)[None]
     for start, stop in spans_of(case, batch_row):
         allowed |= (start <= i) & (i < stop) & (start <= j) & (j < stop)
     return allowed & (mine[:, None] == theirs[None]) & (mine[:, None] >= 0)
@@ -65,8 +60,7 @@ def spans_of(case: Case, batch_row: int) -> list[tuple[int, int]]:
 
 def on_branches(case: Case, batch_row: int) -> Tensor:
     """Of segments: each token sees those of its branch, whose depths are their positions."""
-    lengths, parents = row_of(case.lengths, batch_row), row_of(case.parents, batch_row)
-    of = ids(lengths, case.seq_len).tolist()
+    parents, of = row_of(case.parents, batch_row), tokens_of(case.lengths, batch_row, case.seq_len)[0].tolist()
     allowed = torch.zeros(case.seq_len, case.seq_len, dtype=torch.bool)
     for query, segment in enumerate(of):
         if segment < 0:
@@ -94,29 +88,19 @@ def in_slices(case: Case) -> Tensor:
     return allowed
 
 
-def left(lengths: list[int], positions: Tensor) -> Tensor:
-    """How many tokens of its document each position has left, itself among them; 0 for padding."""
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return torch.tensor([next((e - p for e in ends if p < e), 0) for p in positions.flatten().tolist()]).view(
-        positions.shape
-    )
-
-
 def real_rows(case: Case, batch_row: int) -> Tensor:
     """[T]: which queries belong to a document; the others are padding and see nothing, not even a sink."""
-    if case.lengths is None:
-        return torch.ones(case.seq_len, dtype=torch.bool)
-    return ids(row_of(case.lengths, batch_row), case.seq_len) >= 0
+    return tokens_of(case.lengths or [case.seq_len], batch_row, case.seq_len)[0] >= 0
 
 
 def row_of(lengths: Any, batch_row: int) -> list[int]:
     return lengths[batch_row] if isinstance(lengths[0], list) else lengths
 
 
-def ids(lengths: list[int], total: int) -> Tensor:
-    """The document number of every token; -1 for padding."""
-    numbers = [i for i, n in enumerate(lengths) for _ in range(n)]
-    return torch.tensor(numbers + [-1] * (total - len(numbers)))
+def tokens_of(lengths: Any, batch_row: int, total: int) -> Tensor:
+    """[3, total]: of every token its document, its position there, and how many follow with itself; -1 for padding."""
+    tokens = [(i, p, n - p) for i, n in enumerate(row_of(lengths, batch_row)) for p in range(n)]
+    return torch.tensor(tokens + [(-1, -1, -1)] * (total - len(tokens))).T
 
 
 def attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
