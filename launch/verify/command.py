@@ -261,15 +261,15 @@ def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
     given: dict[str, Any] = {n: None if x is None else x.to(options.device) for n, x in truth.given.items()}
     try:
         if isinstance(case, drawn.Call):
-            results, part = drawn.run(case, mesh, given)
+            results, mine = drawn.run(case, mesh, given)
         else:
             results = oracle.run(case, mesh, given, options.kernel)
-            part = partial(oracle.own, case.plan_on(mesh))
+            mine = partial(oracle.own, case.plan_on(mesh))
     except NotImplementedError as error:
         return {"refused": str(error)}
     shares = oracle.shares(results)
     held = {n: x for n, x in results.items() if n not in shares}
-    errors = oracle.compared(held, truth, part)
+    errors = oracle.compared(held, truth, mine)
     return {"errors": errors, "shares": {n: x.double().tolist() for n, x in shares.items()}}
 
 

@@ -36,14 +36,14 @@ def runs_here(case: Any) -> bool:
 def errors(case: Any, truth: Truth) -> dict[str, float]:
     """The errors of each result, as ranks have them."""
     call = case if isinstance(case, drawn.Call) else None
-    part = call.part if call is not None and call.steps else oracle.whole
+    mine = call.mine if call is not None and call.steps else oracle.whole
     with jax.enable_x64(truth.given["q"].dtype == torch.float64):
         program = program_of(case)
-        off = oracle.compared(by_name(program, truth), truth, part)
+        off = oracle.compared(by_name(program, truth), truth, mine)
         if call is None or call.dtype != torch.float32:
             return off
         plain = drawn.truth_of(ordinary(call))
-        norms = [size_of_error(x, part(n, plain.exact[n], 0.0)) for n, x in by_name(program, plain).items()]
+        norms = [size_of_error(x, mine(n, plain.exact[n], 0.0)) for n, x in by_name(program, plain).items()]
         return {**off, "norm": max(norms) / MOST}
 
 

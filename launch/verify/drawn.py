@@ -65,8 +65,8 @@ class Call:
             lengths = np.array(n) if do == "back" else lengths + n
         return every
 
-    def part(self, name: str, whole: Tensor, padding: float) -> Tensor:
-        """What the steps of a cache give of `whole`: a token that was taken back twice."""
+    def mine(self, name: str, whole: Tensor, padding: float) -> Tensor:
+        """What the steps of a cache give of `whole`; tokens that are taken back are there twice."""
         return whole[np.arange(self.case.batch)[:, None], np.concatenate(self.tokens, 1)]
 
     @property
@@ -349,11 +349,11 @@ def truth_of(call: Call, precision: str = "") -> Truth:
     return Truth(given, exact, allowed, defaultdict(lambda: 1.0), by_element=True)
 
 
-def run(call: Call, mesh: Any, given: dict[str, Any]) -> tuple[dict[str, Any], oracle.Part]:
+def run(call: Call, mesh: Any, given: dict[str, Any]) -> tuple[dict[str, Any], oracle.Mine]:
     """This rank's results, and what of the truth they are."""
     plan = call.case.plan_on(mesh, call.kernel)
     if call.steps:
-        return {"out": torch.cat(list(pieces_of(call, plan, given)), 1)}, call.part
+        return {"out": torch.cat(list(pieces_of(call, plan, given)), 1)}, call.mine
     return oracle.run(call.case, mesh, given, call.kernel, **call.choices), partial(oracle.own, plan)
 
 

@@ -11,7 +11,7 @@ from ringattn.launch.verify.cases import Case, Truth
 from ringattn.spec import AttentionSpec
 from ringattn.torch.sharding import own_positions
 
-Part = Callable[[str, Tensor, float], Tensor]  # of a result by its name, with this where the plan pads
+Mine = Callable[[str, Tensor, float], Tensor]  # of a result by its name, with this where the plan pads
 WHOLE = ("sinks", "state", "end")  # what every rank has all of
 
 
@@ -189,7 +189,7 @@ def run(case: Any, mesh: Any, given: dict[str, Any], kernel: str = "auto", **cho
 
 
 def whole(name: str, x: Tensor, padding: float) -> Tensor:
-    """The part of a whole result."""
+    """Of whole results: all of the truth."""
     return x
 
 
@@ -204,17 +204,17 @@ def errors(case: Any, mesh: Any, results: dict[str, Any], exact: dict[str, Tenso
     return compared(held, Truth({}, exact, {}, {}), partial(own, case.plan_on(mesh)))
 
 
-def compared(results: dict[str, Any], truth: Truth, part: Part = whole) -> dict[str, float]:
+def compared(results: dict[str, Any], truth: Truth, mine: Mine = whole) -> dict[str, float]:
     """The error of each result by its norm, and of the worst `element`; or that of the worst element of each.
 
-    `part` is what of the truth the results are: of whole results all.
+    `mine` is what of the truth the results are: of whole results all.
     """
     norms, elements = {}, {}
     for n, x in results.items():
         true = truth.exact[n].to(x.device)
-        exact = part(n, true, float("-inf") if n == "lse" else 0.0)
+        exact = mine(n, true, float("-inf") if n == "lse" else 0.0)
         if n in truth.allowed:
-            elements[n] = over(x, exact, part(n, truth.allowed[n].to(x.device), 0.0))
+            elements[n] = over(x, exact, mine(n, truth.allowed[n].to(x.device), 0.0))
         if not truth.by_element:
             norms[n] = error(x, exact, size(true))
     if truth.by_element:
