@@ -27,6 +27,31 @@ from ringattn.spec import AttentionSpec, Docs
 SLOW = re.compile(r"(rank|host)(\d+):(\d+\.?\d*|\.\d+)")
 MOST = 16384  # ranks of a ring: it takes a minute, and a gigabyte of pairs
 ONE = np.ones(1)
+LONG, TRIALS, SAME = 1e6, 30, 1e-3  # seconds after the last step; of sharing cores, until times differ by less
+
+
+class Clock(NamedTuple):
+    """What a rank that computes has done by some times, if it shares cores with others: seconds of a core."""
+
+    times: np.ndarray
+    work: np.ndarray
+
+    def after(self, begun: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """When so much work is done that begins so."""
+        if not len(self.times):  # every rank has a core
+            return begun + seconds
+        return np.interp(np.interp(begun, self.times, self.work) + seconds, self.work, self.times)
+
+    @classmethod
+    def shared(cls, begun: np.ndarray, ended: np.ndarray, cores: float) -> "Clock":
+        """That of ranks which compute between these times and share so many cores evenly."""
+        order = np.argsort(times := np.concatenate([begun, ended]), kind="stable")
+        busy = np.cumsum(np.repeat([0, 1, -1], [1, len(begun), len(ended)])[np.append(0, order + 1)])
+        times = np.append(times[order], times.max() + LONG)
+        return cls(times, np.cumsum(np.minimum(1.0, cores / np.maximum(busy, 1)) * np.diff(times, prepend=0.0)))
+
+
+ALONE = Clock(np.zeros(0), np.zeros(0))
 
 
 class World(NamedTuple):
@@ -37,6 +62,11 @@ class World(NamedTuple):
     speed: np.ndarray  # [ring, ulysses]
     jitter: float
     random: np.random.Generator
+    clock: Clock
+
+    def computed(self, begun: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """[ring, ulysses]: when all ranks are done with work that takes one alone so long."""
+        return self.clock.after(begun, seconds[:, None] / self.speed * self.vary(begun.shape))
 
     def vary(self, shape: tuple[int, ...]) -> np.ndarray:
         """By what factors durations differ from what is described."""
@@ -209,12 +239,12 @@ def ring_pass(
 ) -> np.ndarray:  # fmt: skip
     """When every rank is done with all steps, which are noted; `seconds` are those of pairs.
 
-    The keys of a step leave their holder while the step before is computed. `returned` bytes of gradients a token go
+    The keys of a round leave their holders as it begins, to the ranks of their hosts and to the next one. `returned` bytes of gradients a token go
     back after the step, to the holder of the keys. The sums of a block that is passed on, `summed` bytes a token, move
     with it, and home to its owner from the last holder of a token.
     """
     owner, held = np.arange(len(entered)), np.zeros(len(entered))
-    arrived, begun, done, home, sums, coming = (entered,) * 6  # every rank has its own block
+    arrived, since, done, home, sums, coming = (entered,) * 6  # every rank has its own block, `since` when
     never = np.full(entered.shape, -np.inf)
 
     def moved(near: np.ndarray, far: np.ndarray, nbytes: float, ready: np.ndarray) -> np.ndarray:
@@ -225,8 +255,7 @@ def ring_pass(
 
     def keys(step: Wave) -> np.ndarray:
         sizes = step.near[step.reader], step.far[step.reader]
-        sent = moved(*sizes, token_bytes, begun if step.passed else entered)
-        return np.maximum(sent[step.sender], entered)
+        return np.maximum(moved(*sizes, token_bytes, since)[step.sender], entered)
 
     def passed_on(following: Wave | None) -> np.ndarray:
         """When the sums of the held tokens are at the next holder; those that do not go on go home."""
@@ -245,7 +274,8 @@ def ring_pass(
     for step, following in pairwise(chain(steps, [None])):
         assert step
         begun = np.maximum(done, arrived)
-        done = begun + seconds(step.pairs)[:, None] / world.speed * world.vary(entered.shape)
+        since = begun if step.passed else since
+        done = world.computed(begun, seconds(step.pairs))
         played.add(arrived, begun, done)
         if following:
             arrived = keys(following)
@@ -280,11 +310,36 @@ def play(
     slow: str = "", jitter: float = 0.0, seed: int = 0, backward: bool = True, watched: Sequence[int] = (),
 ) -> Played:  # fmt: skip
     """One layer's attention, forward and then backward, of all ranks; the steps of those `watched` are kept."""
+    ranks = plan.ring * plan.ulysses
+
+    def once(clock: Clock, watched: Sequence[int]) -> Played:
+        trouble = slow, jitter, np.random.default_rng(seed)
+        return play_once(plan, shape, spec, docs, machine, rates, trouble, clock, backward, watched)
+
+    cores, every = machine.cores * -(-ranks // machine.gpus), range(ranks)
+    if not cores:
+        return once(ALONE, watched)
+    clock, before = Clock.shared(np.zeros(ranks), np.full(ranks, LONG), cores), 0.0  # at first all compute all the time
+    for _ in range(TRIALS):
+        played = once(clock, every)
+        clock = Clock.shared(*(x.ravel() for x in played.steps[1:]), cores)
+        if abs(played.seconds - before) < SAME * before:
+            break
+        before = played.seconds
+    return once(clock, watched)
+
+
+def play_once(
+    plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, machine: Machine, rates: Rates,
+    trouble: tuple[str, float, np.random.Generator], clock: Clock, backward: bool, watched: Sequence[int],
+) -> Played:  # fmt: skip
+    """The same, with what ranks do by this clock."""
     ring, ulysses = plan.ring, plan.ulysses
     if ring > MOST:
         raise ValueError(f"ring={ring}: rings of at most {MOST} ranks are simulated; add Ulysses ranks")
+    slow, jitter, random = trouble
     world = World(machine, np.arange(ring) * ulysses // machine.gpus, speeds(slow, ring, ulysses, machine.gpus), jitter,
-                  np.random.default_rng(seed))  # fmt: skip
+                  random, clock)  # fmt: skip
     token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
     together = 1 if plan.tokens.by_document else machine.blocks_at_once(token * plan.keys.tokens.shard_len)
     steps = steps_of(Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs), min(together, ring))
@@ -323,7 +378,7 @@ def gathered(plan: Plan, world: World, work: np.ndarray, nbytes: float, at: np.n
     block = plan.keys.tokens.shard_len * nbytes
     far = across(plan.ring, local, world.machine) * block
     come = exchange(world, (plan.ring - 1) * block, far, at.T).T
-    done = come + work[:, None] / world.speed * world.vary(at.shape)
+    done = world.computed(come, work)
     played.add(come, come, done)
     return done
 

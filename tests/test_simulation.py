@@ -111,7 +111,7 @@ def simulated(row):
     inside, between = (Link(**measured[name]) for name in ("inside", "between"))
     cpu = load("cpu")
     machine = cpu.replace(
-        gpus=measured["gpus"], start=tuple(measured["start"]), inside=inside, between=between,
+        gpus=measured["gpus"], cores=measured.get("cores", 0), start=tuple(measured["start"]), inside=inside, between=between,
         rates={**cpu.rates, **{name: tuple(rate) for name, rate in measured["rates"].items()}},
     )  # fmt: skip
     setting = setting_of(row["setting"], SimpleNamespace(head_dim=32, device="cpu"))
