@@ -22,36 +22,13 @@ from ringattn.machine import Link, Machine
 from ringattn.planning import Plan
 from ringattn.predict import BACKWARD, EXACT, MEASURED, Rates, Spread, across, behind, course
 from ringattn.schedule import growing
+from ringattn.sharing import ALONE, LONG, Clock, on_links
 from ringattn.spec import AttentionSpec, Docs
 
 SLOW = re.compile(r"(rank|host)(\d+):(\d+\.?\d*|\.\d+)")
 MOST = 16384  # ranks of a ring: it takes a minute, and a gigabyte of pairs
 ONE = np.ones(1)
-LONG, TRIALS, SAME = 1e6, 30, 1e-3  # seconds after the last step; of sharing cores, until times differ by less
-
-
-class Clock(NamedTuple):
-    """What a rank that computes has done by some times, if it shares cores with others: seconds of a core."""
-
-    times: np.ndarray
-    work: np.ndarray
-
-    def after(self, begun: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """When so much work is done that begins so."""
-        if not len(self.times):  # every rank has a core
-            return begun + seconds
-        return np.interp(np.interp(begun, self.times, self.work) + seconds, self.work, self.times)
-
-    @classmethod
-    def shared(cls, begun: np.ndarray, ended: np.ndarray, cores: float) -> "Clock":
-        """That of ranks which compute between these times and share so many cores evenly."""
-        order = np.argsort(times := np.concatenate([begun, ended]), kind="stable")
-        busy = np.cumsum(np.repeat([0, 1, -1], [1, len(begun), len(ended)])[np.append(0, order + 1)])
-        times = np.append(times[order], times.max() + LONG)
-        return cls(times, np.cumsum(np.minimum(1.0, cores / np.maximum(busy, 1)) * np.diff(times, prepend=0.0)))
-
-
-ALONE = Clock(np.zeros(0), np.zeros(0))
+TRIALS, SAME = 30, 1e-3  # at most so many until what is simulated changes by less
 
 
 class World(NamedTuple):
@@ -186,26 +163,6 @@ def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
     return factors.reshape(ring, ulysses)
 
 
-def on_links(start: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """[link, transfer]: when each is done, if those that have started share a link evenly.
-
-    `seconds` are those of a transfer alone on its link; with none there is no transfer. In the loop every link goes on
-    to its next event: the next transfer that starts, or is done.
-    """
-    left, ends, now = seconds, start, np.where(seconds > 0, start, np.inf).min(1)
-    now[np.isinf(now)] = 0  # an idle link
-    while (waiting := left > 0).any():
-        going = waiting & (start <= now[:, None])
-        share = np.maximum(going.sum(1), 1)[:, None]
-        done = np.where(going, now[:, None] + share * left, np.inf)
-        until = np.minimum(done.min(1), np.where(waiting & ~going, start, np.inf).min(1))
-        until = np.where(waiting.any(1), until, now)
-        left = np.where(going, left - (until - now)[:, None] / share, left)
-        ended = going & ((done <= until[:, None]) | (left <= 0))
-        ends, left, now = np.where(ended, until[:, None], ends), np.where(ended, 0.0, left), until
-    return ends
-
-
 class Links:
     """All links of one kind, and when that of each rank is idle again."""
 
@@ -239,9 +196,9 @@ def ring_pass(
 ) -> np.ndarray:  # fmt: skip
     """When every rank is done with all steps, which are noted; `seconds` are those of pairs.
 
-    The keys of a round leave their holders as it begins, to the ranks of their hosts and to the next one. `returned` bytes of gradients a token go
-    back after the step, to the holder of the keys. The sums of a block that is passed on, `summed` bytes a token, move
-    with it, and home to its owner from the last holder of a token.
+    The keys of a round leave their holders as it begins, to the ranks of their hosts and to the next one. `returned`
+    bytes of gradients a token go back after the step, to the holder of the keys. The sums of a block that is passed on,
+    `summed` bytes a token, move with it, and home to its owner from the last holder of a token.
     """
     owner, held = np.arange(len(entered)), np.zeros(len(entered))
     arrived, since, done, home, sums, coming = (entered,) * 6  # every rank has its own block, `since` when
@@ -309,19 +266,27 @@ def play(
     plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, machine: Machine, rates: Rates, *,
     slow: str = "", jitter: float = 0.0, seed: int = 0, backward: bool = True, watched: Sequence[int] = (),
 ) -> Played:  # fmt: skip
-    """One layer's attention, forward and then backward, of all ranks; the steps of those `watched` are kept."""
-    ranks = plan.ring * plan.ulysses
+    """One layer's attention, forward and then backward, of all ranks; the steps of those `watched` are kept.
+
+    When ranks compute says how fast each is, if they share cores, and that says when they compute: until both agree.
+    """
+    ring, ulysses, ranks = plan.ring, plan.ulysses, plan.ring * plan.ulysses
+    if ring > MOST:
+        raise ValueError(f"ring={ring}: rings of at most {MOST} ranks are simulated; add Ulysses ranks")
+    cores = machine.cores * -(-ranks // machine.gpus)
 
     def once(clock: Clock, watched: Sequence[int]) -> Played:
-        trouble = slow, jitter, np.random.default_rng(seed)
-        return play_once(plan, shape, spec, docs, machine, rates, trouble, clock, backward, watched)
+        world = World(machine, np.arange(ring) * ulysses // machine.gpus, speeds(slow, ring, ulysses, machine.gpus),
+                      jitter, np.random.default_rng(seed), clock)  # fmt: skip
+        played = Played(watched)
+        play_in(world, plan, shape, spec, docs, rates, backward, played)
+        return played
 
-    cores, every = machine.cores * -(-ranks // machine.gpus), range(ranks)
     if not cores:
         return once(ALONE, watched)
     clock, before = Clock.shared(np.zeros(ranks), np.full(ranks, LONG), cores), 0.0  # at first all compute all the time
     for _ in range(TRIALS):
-        played = once(clock, every)
+        played = once(clock, range(ranks))
         clock = Clock.shared(*(x.ravel() for x in played.steps[1:]), cores)
         if abs(played.seconds - before) < SAME * before:
             break
@@ -329,17 +294,12 @@ def play(
     return once(clock, watched)
 
 
-def play_once(
-    plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, machine: Machine, rates: Rates,
-    trouble: tuple[str, float, np.random.Generator], clock: Clock, backward: bool, watched: Sequence[int],
-) -> Played:  # fmt: skip
-    """The same, with what ranks do by this clock."""
-    ring, ulysses = plan.ring, plan.ulysses
-    if ring > MOST:
-        raise ValueError(f"ring={ring}: rings of at most {MOST} ranks are simulated; add Ulysses ranks")
-    slow, jitter, random = trouble
-    world = World(machine, np.arange(ring) * ulysses // machine.gpus, speeds(slow, ring, ulysses, machine.gpus), jitter,
-                  random, clock)  # fmt: skip
+def play_in(
+    world: World, plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, rates: Rates, backward: bool,
+    played: Played,
+) -> None:  # fmt: skip
+    """The same, in a world whose clock says how fast ranks are."""
+    ring, ulysses, machine = plan.ring, plan.ulysses, world.machine
     token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
     together = 1 if plan.tokens.by_document else machine.blocks_at_once(token * plan.keys.tokens.shard_len)
     steps = steps_of(Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs), min(together, ring))
@@ -350,7 +310,6 @@ def play_once(
     rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
     seen = work_of(spec, plan.tokens.length, plan.keys.tokens.length, docs).below(plan.tokens.length)
     at, links = np.zeros((ring, ulysses)), (Links(world, machine.inside), Links(world, machine.between))
-    played = Played(watched)
     grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0
     for back in (False, True)[: 1 + backward]:
         slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
@@ -369,7 +328,6 @@ def play_once(
             at = ring_pass(world, steps, links, seconds, at, played, token, token * grads * back, wide * back)
         at = exchange(world, *swap, at) if ulysses > 1 else at
     played.finish = at
-    return played
 
 
 def gathered(plan: Plan, world: World, work: np.ndarray, nbytes: float, at: np.ndarray, played: Played) -> np.ndarray:
