@@ -311,6 +311,12 @@ def play_in(
     seen = work_of(spec, plan.tokens.length, plan.keys.tokens.length, docs).below(plan.tokens.length)
     at, links = np.zeros((ring, ulysses)), (Links(world, machine.inside), Links(world, machine.between))
     grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0
+
+    def swapped(at: np.ndarray) -> np.ndarray:
+        """When heads are exchanged, behind what a rank's links still carry."""
+        carrying = [link.free for link, n in zip(links, swap, strict=True) if n]
+        return exchange(world, *swap, reduce(np.maximum, carrying, at)) if ulysses > 1 else at
+
     for back in (False, True)[: 1 + backward]:
         slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
         flops = shape.flops_a_pair * (BACKWARD if back else 1.0) / ulysses
@@ -319,14 +325,14 @@ def play_in(
         def seconds(pairs: np.ndarray, pair: float = pair, launch: float = machine.launch[back]) -> np.ndarray:
             return pairs * pair + launch * (pairs > 0)
 
-        at = exchange(world, *swap, at) if ulysses > 1 else at
+        at = swapped(at)
         if plan.strategy == "gather":
             work = sum((seconds(step.pairs) for step in steps), np.zeros(ring))
             at = gathered(plan, world, work, token * (1 + grads * back), at, played)
         else:
             wide = token * max(1.0, 4 / shape.itemsize)
             at = ring_pass(world, steps, links, seconds, at, played, token, token * grads * back, wide * back)
-        at = exchange(world, *swap, at) if ulysses > 1 else at
+        at = swapped(at)
     played.finish = at
 
 

@@ -103,6 +103,20 @@ def test_gradients_return_by_the_link_of_the_rank_that_computed_them():
     assert both.seconds - forward.seconds > 1.8 * sent  # keys again, then gradients
 
 
+def test_exchanges_wait_for_what_links_carry():
+    """A ring of two, each over two hosts: the first sends keys, and its heads then go by the same link."""
+    asked = given(
+        load("internet").replace(between=Link(1e7, 0.0)), 4, 2**14, "ring", layout="contiguous", sizes=[(2, 2)]
+    )
+    option = compared(asked)[0]
+    run = played(asked, option, backward=False, watched=range(4))
+    arrived, begun, ended = run.steps
+    swap = begun[0, 0]  # heads of queries, keys and values, and later of the output, go in turn
+    sent = arrived[1].max() - swap
+    assert sent > 5 * (ended - begun).max()  # the link decides
+    assert run.finish[0, 0] == pytest.approx(swap + sent + swap, rel=0.02)
+
+
 def test_sums_of_a_block_that_is_passed_on_go_with_it_and_home_from_its_last_holder():
     """The link to the last rank carries keys of three blocks and, in float32, sums of two; then the last goes home."""
     far = load("internet").replace(between=Link(1e8, 0.0))
@@ -147,11 +161,11 @@ def simulated(row):
 
 
 def test_calls_between_emulated_hosts_take_what_is_simulated():
-    """Rows of `make test-hosts` have what was calibrated there. The worst are short calls while the cores were busy."""
+    """Rows of `make test-hosts` have what was calibrated there. The worst are short calls that compute while links carry."""
     rows = [row for row in read(ROWS) if "calibrated" in row]
     off = [simulated(row) / row["ms"] - 1 for row in rows]
     within = [np.mean(np.abs(off) < most) for most in (0.2, 0.3)]
-    assert len(off) > 50 and within[0] > 0.85 and within[1] > 0.95, sorted(off)
+    assert len(off) > 50 and within[0] > 0.94 and within[1] > 0.99, sorted(off)
 
 
 @pytest.mark.parametrize(
