@@ -8,7 +8,6 @@ Merging is associative and commutative, and `empty` is its neutral element, so k
 order. Written once for torch and jax.numpy.
 """
 
-from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -139,32 +138,6 @@ def merge_stack(stack: Any) -> Partial:
     """Merge partials (or streams) stacked along a first dim, in order."""
     parts = [type(stack)(*part) for part in zip(*stack, strict=True)]
     return reduce(merge, parts) if isinstance(stack, Partial) else from_streams(reduce(merge_streams, parts))
-
-
-def row_delta(out_BTHV: Array, dout_BTHV: Array, dlse_BTH: Array | None = None) -> Array:
-    """rowsum(dout * out) - dlse: all that the backward pass needs of out and of the lse's gradient."""
-    xp, dtype = namespace(out_BTHV), accumulator(out_BTHV)
-    delta = xp.sum(astype(dout_BTHV, dtype) * astype(out_BTHV, dtype), axis=-1)
-    return delta if dlse_BTH is None else delta - dlse_BTH
-
-
-def rounded(
-    dout: Array, lse: Array, delta: Array | None, kept: Callable[[Array], Array] | None = None
-) -> tuple[Array, Array, Any]:
-    """(dout, lse, delta) of a backward pass, with the lse rounded to the dtype of scores, and dout, delta corrected.
-
-    Rounding the lse changes the weights exp(score - lse) of a query by one factor for all keys. In gradients weights
-    only appear in products with dout or delta, so these are multiplied by its inverse. `delta` is None for a kernel
-    that computes it from out. `kept` gives the lse that a kernel really uses, if it rounds once more.
-    """
-    exact = accumulator(dout)
-    if lse.dtype == exact:
-        return dout, lse, delta
-    xp, low = namespace(lse), astype(lse, exact)
-    taken = astype(low, lse.dtype) if kept is None else kept(low)
-    off = xp.where(lse == NEVER, xp.zeros_like(lse), taken - lse)
-    factor = astype(xp.exp(off), exact)
-    return dout * factor[..., None], low, None if delta is None else astype(delta, exact) * factor
 
 
 def sigmoid(x: Array) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ringattn.cost import Course, Shape, kv_heads_of_a_rank
 from ringattn.planning import Plan
-from ringattn.recipe import LONG
+from ringattn.recipe import LONG, backward_order
 
 THIN, ROWS = 1024, 32  # FlashAttention-4 leaves steps of so few keys to our kernel, which takes queries as so many rows
 CUT = 4096  # from so many queries on
@@ -172,24 +172,23 @@ def of_round(
     n, brought = plan.tokens.shard_len, steps.near + steps.far
     home, others = which[0], [*which[1:]]
     others = [others[i] for i in telling(brought[:, others].max(0, initial=0))]
-    order = [(home, 1.0), *((s, 1.0) for s in others)] if each.own else [*((s, 1.0) for s in others), (home, 1.0)]
-    if not each.own and each.halves and others and n >= LONG:
-        order = [(home, 0.5), *order[:-1], (home, 0.5)]
+    order = backward_order(home, others, each.own, each.halves and n >= LONG)
+    halved = len(order) > len(others) + 1
 
     def room(s: int) -> Any:
         return live.take(brought[:, s] * each.kv * (s != home))
 
     flying: Any = 0.0  # gradients on their way from here
     arriving: Any = 0.0  # and to here
-    here = room(order[0][0])
-    for (s, share), (following, _) in zip(order, [*order[1:], (home, 1.0)], strict=True):
+    here = room(order[0])
+    for s, following in zip(order, [*order[1:], home], strict=True):
         if each.own:
             live.free(flying)
             own.add(arriving)
             own.fold()
             flying = arriving = 0.0
         coming = room(following)
-        work = (steps.pairs[:, s] > 0) * share
+        work = (steps.pairs[:, s] > 0) * (0.5 if halved and s == home else 1.0)
         tokens = work * (held if s == home else brought[:, s])
         made = computed(live, each, steps, s, work * steps.held[0][:, s], tokens, n, dq)
         shown = steps.held[1][:, s]

@@ -130,22 +130,17 @@ class Recipe:
         return schedule_of(self.mask).rounds(self.rank, plan.hosts, together, sight)
 
     def in_backward(self, steps: Sequence[Step], parted: bool) -> tuple[Step, ...]:
-        """The order of a round's steps: where to put home, the step that needs no transfer, so that it hides most.
-
-        With kernels that compute some gradients without the others home is first and hides the first hop. With others
-        it is last and hides the last gradients; if that is worth another launch, half of home's heads are first and the
-        other half last.
-        """
+        """A round's steps in their order; the halves of home have half of the heads each."""
         home, *others = steps
         heads, kv_heads = self.heads
         half = kv_heads // 2
-        if parted:
-            return (home, *others)
-        if not half or not others or self.plan.tokens.shard_len < LONG or not home.where:
-            return (*others, home)
-        middle = half * (heads // kv_heads)
-        first, last = (slice(middle), slice(half)), (slice(middle, None), slice(half, None))
-        return replace(home, heads=first), *others, replace(home, heads=last)
+        halves = self.plan.tokens.shard_len >= LONG and bool(half and home.where)
+        order = backward_order(home, others, parted, halves)
+        if len(order) > len(steps):
+            middle = half * (heads // kv_heads)
+            order[0] = replace(home, heads=(slice(middle), slice(half)))
+            order[-1] = replace(home, heads=(slice(middle, None), slice(half, None)))
+        return tuple(order)
 
     def kernel(self, rounds: Sequence[Round], backward: bool = False) -> Kernel:
         """The kernel for all steps. Some need steps that are few rectangles.
@@ -241,6 +236,18 @@ class Recipe:
                     )
                     yield f"  round {i}: holds {amount(held.kept)} of block {held.held}{hop}"
                 yield from (f"    step {j}: {line_of(step)}" for j, step in enumerate(held.steps, start=1))
+
+
+def backward_order(home: Any, others: Sequence[Any], parted: bool, halves: bool) -> list[Any]:
+    """The order of a round's steps: where to put home, the step that needs no transfer, so that it hides most.
+
+    With kernels that compute some gradients without the others home is first and hides the first hop. With others it is
+    last and hides the last gradients; if that is worth another launch, half of home's heads are first and the other
+    half last.
+    """
+    if parted:
+        return [home, *others]
+    return [home, *others, home] if halves and others else [*others, home]
 
 
 def are_rectangles(rounds: Sequence[Round]) -> bool:

@@ -40,7 +40,7 @@ def backward(
     dlse: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     packed = "cu_seqlens_q" in options
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))  # sequences must cover all rows
     for rows, keys, mask in problems(q, k, aux_tensors, options):
         s = scores(q[rows], k[keys], mask, softmax_scale, softcap)
         p = torch.nan_to_num((s - place(lse, rows, packed)[..., None]).exp())
@@ -64,10 +64,17 @@ def old(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> None:
 
 
 def problems(q: Tensor, k: Tensor, bounds: Any, options: dict[str, Any]) -> Iterator[tuple[Any, Any, Tensor]]:
-    """The queries, the keys and the mask of each batch row, or of each document."""
-    starts = options.get("cu_seqlens_q")
-    for row in range(len(q)) if starts is None else [slice(a, b) for a, b in pairwise(starts.tolist())]:
-        T, S = q[row].shape[0], k[row].shape[0]
+    """The queries, the keys and the mask of each batch row, or of each sequence."""
+    sequences = []
+    for x in "qk":
+        starts = options[f"cu_seqlens_{x}"].tolist() if f"cu_seqlens_{x}" in options else []
+        lengths = (
+            options[f"seqused_{x}"].tolist() if f"seqused_{x}" in options else [b - a for a, b in pairwise(starts)]
+        )
+        at = [slice(a, a + n) for a, n in zip(starts, lengths, strict=False)]
+        sequences.append(at or range(len(q)))
+    for row, keys in zip(*sequences, strict=True):
+        T, S = q[row].shape[0], k[keys].shape[0]
         s, last = torch.arange(S)[None], torch.arange(T)[:, None] + S - T
         seen = s >= 0
         if bounds is not None:
@@ -76,7 +83,7 @@ def problems(q: Tensor, k: Tensor, bounds: Any, options: dict[str, Any]) -> Iter
             seen = seen & (s <= last)
         if "window_size_left" in options:
             seen = seen & (s >= last - options["window_size_left"])
-        yield row, row, seen
+        yield row, keys, seen
 
 
 def scores(q: Tensor, k: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

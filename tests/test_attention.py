@@ -15,13 +15,14 @@ from ringattn.comms.local import LocalAxis
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels.attention import tiled
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import BALANCED, CASES, FEATURES, PLACES, Case
+from ringattn.launch.verify.cases import FEATURES, Case
 from ringattn.mask import Mask, schedule_of
 from ringattn.spec import AttentionSpec
 from ringattn.torch import agree
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.ulysses import summed
 from ringattn.transport import Transport
+from tests.cases import BALANCED, CASES, PLACES, large_scores
 
 LIMIT = 2e-6
 
@@ -30,7 +31,7 @@ def check(
     case: Case, dtype: torch.dtype, limits: dict[str, float], size: float | None = None, **choices: object
 ) -> None:
     """Run the case on threads and hold every rank's every result against the limits; with scores of that `size`."""
-    given = oracle.inputs(case, dtype) if size is None else oracle.large_scores(oracle.inputs(case, dtype), size)
+    given = oracle.inputs(case, dtype) if size is None else large_scores(oracle.inputs(case, dtype), size)
     truth = oracle.dense(case, given)
 
     def one_rank(mesh):

@@ -18,6 +18,7 @@ from ringattn.launch.verify.cases import Case
 from ringattn.torch.inference import function as inference
 from ringattn.torch.inference.cache import KVCache
 from ringattn.torch.inference.function import decode, prefill
+from tests.cases import large_scores
 
 LIMIT = 2e-6
 
@@ -328,7 +329,7 @@ def test_large_scores_merge_over_ranks_without_nan(size):
 @pytest.mark.parametrize("move", ["queries", "keys"])
 def test_scores_of_ten_thousand_lose_no_digits(sizes, move):
     """Neither in a partial on its way to another rank, nor merged there."""
-    given = oracle.large_scores(oracle.inputs(Case("", seq_len=61, heads=2, kv_heads=2, batch=1), torch.float32))
+    given = large_scores(oracle.inputs(Case("", seq_len=61, heads=2, kv_heads=2, batch=1), torch.float32))
     q, k, v, sinks = (given[n] for n in ("q", "k", "v", "sinks"))
     spec = ra.AttentionSpec(scale=1.0)
     expected = ra.attention(q.double(), k.double(), v.double(), spec=spec, sinks=sinks.double())

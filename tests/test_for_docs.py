@@ -102,7 +102,7 @@ def test_as_an_op_whose_plan_is_a_text():
     random = oracle.inputs(case, torch.float32)
 
     def one_rank(mesh):
-        plan = oracle.plan_of(case, mesh)
+        plan = case.plan_on(mesh)
         assert of_text(plan.text) == plan
         given = *(oracle.local(random[name], plan) for name in "qkv"), plan
         results = attention_op(*given, case.spec, case.docs, None, None, False)

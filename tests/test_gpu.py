@@ -21,9 +21,9 @@ from ringattn.comms.local import run as run_ranks
 from ringattn.launch.processes import RankError
 from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import CASES as SMALL
 from ringattn.launch.verify.cases import Case
 from ringattn.models.nn import StreamingAttention
+from tests.cases import CASES as SMALL
 
 pytestmark = pytest.mark.gpu
 CASES = [replace(c, head_dim=8 * c.head_dim, value_dim=8 * c.value_dim) for c in SMALL]  # dims that GPU kernels have

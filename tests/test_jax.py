@@ -24,9 +24,10 @@ from ringattn.kernels.attention.libraries import jax_cudnn  # noqa: E402
 from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
 from ringattn.kernels.partial import empty  # noqa: E402
 from ringattn.launch.verify import oracle  # noqa: E402
-from ringattn.launch.verify.cases import CASES, FEATURES, Case  # noqa: E402
+from ringattn.launch.verify.cases import FEATURES, Case  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
 from ringattn.ranks import Ranks  # noqa: E402
+from tests.cases import CASES  # noqa: E402
 
 LIMIT = 5e-6
 PLACES = len(CASES) // len(FEATURES)

@@ -8,9 +8,10 @@ import torch
 
 import ringattn as ra
 from ringattn.launch.processes import run
-from ringattn.launch.verify.linear_oracle import docs_of, errors, inputs, truth, worst
+from ringattn.launch.verify.linear_oracle import inputs, truth
 from ringattn.segments import WAYS
 from ringattn.torch.linear import call as linear
+from tests.linear_errors import errors, worst
 from tests.test_gpu import backend_for
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +35,7 @@ def over_gpus(ranks: int, truths: dict[Any, dict[str, torch.Tensor]]) -> dict[st
             expected = {n: x.cuda() for n, x in truths[gate, lengths].items()}
             for scan, kernel, linear.SHARE in product(WAYS, ("chunkwise", "triton"), (0.5, 0.0)):
                 how = {"layout": layout, "scan": scan, "kernel": kernel}
-                error, share = errors(mesh, given, expected, docs_of(lengths, T), **how)
+                error, share = errors(mesh, given, expected, lengths, **how)
                 how_kept = "walked again" if linear.SHARE == 0.0 else "kept"
                 name = f"{ring}x{ulysses} {layout} {gate} {scan} {kernel} {how_kept}"
                 results[name] = (gate, lengths), error, share.cpu().numpy()

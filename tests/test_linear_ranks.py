@@ -20,14 +20,15 @@ from ringattn.comms.scan import Relay, add_up, broadcast
 from ringattn.kernels.linear.maps import Map
 from ringattn.launch import bench, words
 from ringattn.launch.processes import run as run_processes
-from ringattn.launch.verify import linear_oracle
-from ringattn.launch.verify.linear_oracle import B, H, K, V, docs_of, errors, inputs, truth, worst
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.linear_oracle import B, H, K, V, docs_of, inputs, truth
 from ringattn.layout import positions_of
 from ringattn.machine import load
 from ringattn.planning import Plan
 from ringattn.segments import WAYS, choose, order, segments
 from ringattn.torch.linear import call as linear
 from ringattn.torch.linear.states import Passage
+from tests.linear_errors import errors, worst
 
 T = 61  # a prime: no number of ranks divides it
 LONG = 8 * 2 * 70 - 3  # segments of more than one chunk on eight ranks
@@ -39,9 +40,8 @@ MESHES += [(1, 4, "contiguous"), (2, 2, "contiguous"), (2, 2, "zigzag"), (2, 3, 
 
 def check(ring, ulysses, layout, gate, lengths, scan="auto", T=T, dtype=torch.float64, limit=1e-10, **rule):
     given, expected = inputs(T, gate, dtype, **rule), truth(T, gate, lengths, dtype, **rule)
-    docs = docs_of(lengths, T)
     results = run(
-        lambda mesh: errors(mesh, given, expected, docs, layout=layout, scan=scan), ring=ring, ulysses=ulysses
+        lambda mesh: errors(mesh, given, expected, lengths, layout=layout, scan=scan), ring=ring, ulysses=ulysses
     )
     for name, value in worst(results, expected).items():
         assert value <= limit, f"{name} is off by {value:.2e}: {[e.get(name) for e, _ in results]}"
@@ -87,7 +87,7 @@ def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
         mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
         expected = truth(T, gate, lengths)
         choices = {"layout": layout, "scan": scan}
-        off, share = errors(mesh, inputs(T, gate), expected, docs_of(lengths, T), **choices)
+        off, share = errors(mesh, inputs(T, gate), expected, lengths, **choices)
         results.append((off, share.numpy()))
     return results
 
@@ -115,7 +115,7 @@ def test_the_gpu_kernels_over_ranks():
     pytest.importorskip("triton")
     given, expected = inputs(T, "channel", torch.float32), truth(T, "channel", PACKED, torch.float32)
     how = {"layout": "zigzag", "kernel": "triton"}
-    results = run(lambda mesh: errors(mesh, given, expected, docs_of(PACKED, T), **how), ring=2)
+    results = run(lambda mesh: errors(mesh, given, expected, PACKED, **how), ring=2)
     for name, value in worst(results, expected).items():
         assert value <= 2e-6, f"{name} is off by {value:.2e}"
 
@@ -418,12 +418,12 @@ def test_verify_runs_linear_attention_too(capsys, monkeypatch):
     assert "20 of 20 cases pass" in output  # 2 features x (3 ways of the states x (2 on the ring + Ulysses) + balanced)
     assert "end       dq       dk       dv       dg    dbeta   dstate" in output and "dsinks" not in output
 
-    def off(*args, **how):
-        errors, share = exact(*args, **how)
-        return errors, share * (1.0001 if how["scan"] == "pipeline" else 1.0)
+    def off(case, mesh, given, kernel="auto"):
+        results = exact(case, mesh, given, kernel)
+        return {**results, "dstate": results["dstate"] * (1.0001 if case.strategy == "pipeline" else 1.0)}
 
-    exact = linear_oracle.errors
-    monkeypatch.setattr(linear_oracle, "errors", off)
+    exact = oracle.run
+    monkeypatch.setattr(oracle, "run", off)
     assert words.main(["verify", "ranks=2", "cases=linear_head"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[2] for line in lines if line.endswith("FAIL")} == {"pipeline"}

@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
-from ringattn.launch.verify.linear_oracle import LEAVES, B, docs_of, errors, inputs, states_of, truth, worst
+from ringattn.launch.verify.linear_oracle import LEAVES, B, docs_of, inputs, states_of, truth
 from ringattn.launch.verify.oracle import error
 from ringattn.segments import WAYS
 from ringattn.torch.linear.documents import LEVEL, row_length
+from tests.linear_errors import errors, worst
 
 T = 61  # a prime: no number of ranks divides it
 LONG = 557  # fragments of several chunks, which are cut into several rows
@@ -43,9 +44,8 @@ def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, scan="aut
     ring, ulysses, layout = place
     rule["states"] = states_of(lengths)
     given, expected = inputs(T, gate, dtype, **rule), truth(T, gate, lengths, dtype, **rule)
-    docs = docs_of(lengths, T)
     results = run(
-        lambda mesh: errors(mesh, given, expected, docs, layout=layout, scan=scan), ring=ring, ulysses=ulysses
+        lambda mesh: errors(mesh, given, expected, lengths, layout=layout, scan=scan), ring=ring, ulysses=ulysses
     )
     for name, value in worst(results, expected).items():
         assert value <= limit, f"{name} is off by {value:.2e} on {place}: {[e.get(name) for e, _ in results]}"
@@ -96,7 +96,7 @@ def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
     for ring, ulysses, lengths, scan, rule in cases:
         mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
         expected, given = truth(T, "channel", lengths, **rule), inputs(T, "channel", **rule)
-        off, share = errors(mesh, given, expected, docs_of(lengths, T), scan=scan)
+        off, share = errors(mesh, given, expected, lengths, scan=scan)
         results.append((off, share.numpy()))
     return results
 
@@ -356,6 +356,6 @@ def test_the_gpu_kernels_serve_documents_with_states(lengths, rule):
     pytest.importorskip("triton")
     T, rule = sum(lengths[0]), {**rule, "states": 6}
     given, expected = inputs(T, "head", torch.float32, **rule), truth(T, "head", lengths, torch.float32, **rule)
-    result = run(lambda mesh: errors(mesh, given, expected, docs_of(lengths, T), kernel="triton"), ring=1)
+    result = run(lambda mesh: errors(mesh, given, expected, lengths, kernel="triton"), ring=1)
     for name, value in worst(result, expected).items():
         assert value <= 2e-6, f"{name} is off by {value:.2e}"

@@ -12,7 +12,8 @@ import ringattn as ra
 from ringattn.comms.process_group import ProcessGroupAxis
 from ringattn.launch.processes import RankError, run
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import FEATURES, FEW, Case
+from ringattn.launch.verify.cases import FEATURES, Case
+from tests.cases import FEW
 from tests.launched import as_users_have_it
 
 LIMIT = 2e-6

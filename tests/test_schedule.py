@@ -14,7 +14,7 @@ from ringattn.bands import all_bands, bounds
 from ringattn.comms.local import run
 from ringattn.cost import seen_pairs
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import BALANCED, CASES, FEATURES, FULL, Case
+from ringattn.launch.verify.cases import FEATURES, FULL, Case
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.machine import load
 from ringattn.mask import Mask, schedule_of
@@ -22,6 +22,7 @@ from ringattn.schedule import Parts, Schedule, growing
 from ringattn.seen import GRAINS, seen
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import score_with
+from tests.cases import BALANCED, CASES
 
 LENGTH = 8  # of a block
 seen_of = st.sets(st.integers(0, LENGTH - 1)) | st.just(set()) | st.just(set(range(LENGTH)))
@@ -161,7 +162,7 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
     def one_rank(mesh):
         import ringattn as ra
 
-        plan = oracle.plan_of(case, mesh, route=route, together=2, hosts=2 if route == "levels" else None)
+        plan = case.plan_on(mesh, route=route, together=2, hosts=2 if route == "levels" else None)
         q, k, v = (plan.shard(given[n]).requires_grad_() for n in "qkv")
         axis = plan.ring_axis
         out = ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)

@@ -19,7 +19,7 @@ from ringattn.kernels.attention.triton.table import TABLE, Tile, Tiles, load, sa
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, stack
 from ringattn.kernels.partial import Partial
-from ringattn.kernels.partial import row_delta as row_delta_of
+from ringattn.kernels.rows import row_delta as row_delta_of
 from ringattn.spec import AttentionSpec, Docs
 from tests.test_triton_linear import some_quick
 

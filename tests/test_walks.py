@@ -52,16 +52,30 @@ def test_decode_passes_few_files():
     assert len(set(files)) <= 6 and len(files) <= 9, files  # 8 changes of file; comms is the seventh room
 
 
+def test_attention_passes_few_files():
+    def one_rank(mesh):
+        plan = ra.plan(mesh, seq_len=128, layout="zigzag")
+        return both_passes(lambda *tensors: ra.attention(*tensors, plan))
+
+    forward, backward = run(one_rank, ring=2)[0]
+    assert len(set(forward)) <= 7 and len(set(backward)) <= 7, (forward, backward)  # comms beside them
+
+
 def test_linear_attention_passes_few_files():
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=128, layout="contiguous")
-        q, k, v = leaves = [torch.randn(1, 64, 2, 16, requires_grad=True) for _ in "qkv"]
         g = -torch.rand(1, 64, 2, 16)
-        ra.linear_attention(q, k, v, g, plan).sum().backward()
-        out: list[torch.Tensor] = []
-        forward = walked(lambda: out.append(ra.linear_attention(q, k, v, g, plan)), q)
-        dout = torch.randn_like(out[0])
-        return forward, walked(lambda: torch.autograd.grad(out[0], leaves, dout), q, dout)
+        return both_passes(lambda *tensors: ra.linear_attention(*tensors, g, plan))
 
     forward, backward = run(one_rank, ring=2)[0]
     assert len(set(forward)) <= 5 and len(set(backward)) <= 4, (forward, backward)  # states.py, maps.py, comms beside
+
+
+def both_passes(attend: Callable[..., torch.Tensor]) -> tuple[list[str], list[str]]:
+    """The files of a second call's forward, and of its backward."""
+    q, k, v = leaves = [torch.randn(1, 64, 2, 16, requires_grad=True) for _ in "qkv"]
+    attend(q, k, v).sum().backward()
+    out: list[torch.Tensor] = []
+    forward = walked(lambda: out.append(attend(q, k, v)), q)
+    dout = torch.randn_like(out[0])
+    return forward, walked(lambda: torch.autograd.grad(out[0], leaves, dout), q, dout)

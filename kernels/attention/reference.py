@@ -10,8 +10,9 @@ from typing import Any
 
 from ringattn.kernels.arrays import Array, accumulator, arange, astype, fine, is_torch, namespace
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import NEVER, Partial, merge, rounded
+from ringattn.kernels.partial import NEVER, Partial, merge
 from ringattn.kernels.protocol import JaxKernel, TorchKernel, at_once
+from ringattn.kernels.rows import rounded
 
 
 def attend(

@@ -14,8 +14,9 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.attention import reference
 from ringattn.kernels.attention.reference import product
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import NEVER, Partial, Streams, empty, from_streams, rounded
+from ringattn.kernels.partial import NEVER, Partial, Streams, empty, from_streams
 from ringattn.kernels.protocol import TorchKernel, at_once
+from ringattn.kernels.rows import rounded
 
 BLOCK = 256
 

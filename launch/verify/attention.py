@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from ringattn.kernels import TABLE as TABLE
 from ringattn.launch.verify import oracle, rounding
@@ -30,19 +28,5 @@ def of_feature(name: str, heads: int, precision: str) -> Truth:
         limits = dict.fromkeys(exact, LIMITS[precision])
     else:
         single = oracle.dense(case, given, dtype)
-        limits = {result: 2 * oracle.off(single[result], exact[result]) + 1e-6 for result in exact}
+        limits = {result: 2 * oracle.error(single[result], x, oracle.size(x)) + 1e-6 for result, x in exact.items()}
     return Truth(given, exact, rounding.allowances(case, given), {**limits, "element": 1.0})
-
-
-def check(case: Case, mesh: Any, given: dict[str, Any], truth: Truth, kernel: str) -> Any:
-    """One rank's errors, and its share of what is the same on all ranks."""
-    results = oracle.run(case, mesh, given, kernel)
-    elements = rounding.locally(case, mesh, results, truth.exact, truth.allowed)
-    errors = {**oracle.errors(case, mesh, results, truth.exact), "element": max(elements.values())}
-    return errors, results.get("dsinks")
-
-
-def shared(total: Tensor, truth: Truth) -> dict[str, float]:
-    """The errors of the sum of the shares."""
-    exact, allowed = truth.exact["dsinks"], truth.allowed["dsinks"]
-    return {"dsinks": oracle.off(total, exact), "element": rounding.over(total, exact, allowed)}

@@ -1,13 +1,15 @@
-"""One list of cases: the tests, `ringattn verify` and the GPU tests all run these."""
+"""One list of cases: `ringattn verify` runs them everywhere, the tests where tests/cases.py puts them."""
 
-from dataclasses import dataclass, field, replace
-from itertools import product
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
+import ringattn as ra
 from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.transport import Transport
+from ringattn.values import fields
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Placed:
 class Case(Placed):
     """One attention call."""
 
+    outputs: ClassVar = ("out", "lse")
     spec: AttentionSpec = field(default_factory=AttentionSpec)
     seq_len: int = 61  # a prime: no number of ranks divides it
     key_len: int | None = None
@@ -91,6 +94,25 @@ class Case(Placed):
         docs = self.mask or self.docs
         return docs.first if self.layout == "balanced" and docs is not None else None
 
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The inputs that get gradients."""
+        return ("q", "k", "v", *["sinks"] * self.sinks)
+
+    def plan_on(self, mesh: Any, kernel: str = "auto", **choices: Any) -> Any:
+        """Its plan; of `choices`, what a Transport has goes into one."""
+        how = {name: choices.pop(name) for name in fields(Transport) if name in choices}
+        plan = ra.plan(mesh, seq_len=self.seq_len, key_len=self.key_len, spec=self.spec, strategy=self.strategy,
+                       layout=self.layout, kernel=kernel, transport=Transport(**how), **choices)  # fmt: skip
+        return plan if self.laid_out is None else plan.for_docs(self.laid_out)
+
+    def call(self, plan: Any, x: dict[str, Any], kernel: str = "auto") -> tuple[Any, Any]:
+        """The call itself, on tensors of torch or JAX; its plan has the kernel."""
+        return ra.attention(
+            x["q"], x["k"], x["v"], plan, spec=self.spec, docs=self.docs, key_docs=self.key_docs, align=self.align,
+            mask=self.mask, sinks=x.get("sinks"), return_lse=True,
+        )  # fmt: skip
+
 
 class Truth(NamedTuple):
     """What goes into a case, what must come out, how far its elements may be off, and how far each whole result."""
@@ -99,6 +121,7 @@ class Truth(NamedTuple):
     exact: dict[str, Tensor]
     allowed: dict[str, Tensor]
     limits: dict[str, float]
+    by_element: bool = False  # whether only elements count, those of each result on their own
 
 
 FULL = AttentionSpec(causal=False)
@@ -148,38 +171,3 @@ FEATURES = (
     Case("shared_question", slices=[((0, 30), (0, 30), "causal"), ((30, 61), (0, 13), "full"),
          ((30, 44), (30, 44), "causal"), ((44, 61), (44, 61), "causal")]),
 )  # fmt: skip
-
-PLACES = (
-    *product(((4, 1),), ("ring", "gather"), ("contiguous", "striped", "zigzag")),
-    ((1, 4), "ulysses", "contiguous"),
-    ((2, 2), "ring", "zigzag"),
-    ((2, 2), "ring", "striped"),
-    ((2, 2), "gather", "zigzag"),
-    ((8, 1), "ring", "zigzag"),
-    ((2, 4), "ring", "contiguous"),
-)
-
-CASES = tuple(
-    replace(case, ring=ring, ulysses=ulysses, strategy=strategy, layout=layout)
-    for case in FEATURES
-    for (ring, ulysses), strategy, layout in PLACES
-)
-
-# What the balanced layout can be: one sequence, whose documents are dealt out to the ring.
-BALANCED = tuple(
-    replace(case, ring=ring, ulysses=ulysses, strategy=strategy, layout="balanced")
-    for case in FEATURES
-    if not case.crossed
-    for ring, ulysses, strategy in ((4, 1, "ring"), (2, 2, "gather"))
-)
-
-# A few of each kind, for what costs more than a thread: processes, GPUs.
-FEW = (
-    *(
-        c
-        for c in CASES
-        if c.name in ("all_at_once", "cross", "docs_rows", "window")
-        and (c.strategy, c.layout) in (("ring", "zigzag"), ("gather", "zigzag"), ("ulysses", "contiguous"))
-    ),
-    *(c for c in BALANCED if c.name == "docs" and c.strategy == "ring"),
-)

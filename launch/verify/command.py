@@ -31,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
@@ -45,7 +45,7 @@ from ringattn.comms import local, messages
 from ringattn.comms.mesh import init_mesh
 from ringattn.kernels import linear
 from ringattn.launch import processes
-from ringattn.launch.verify import attention, drawn, linear_oracle, model
+from ringattn.launch.verify import attention, drawn, linear_oracle, model, oracle
 from ringattn.launch.verify.cases import FEATURES, Case
 from ringattn.launch.words import option
 from ringattn.layout import MAKERS
@@ -55,7 +55,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 RARE = 100  # so many times as many random calls as are asked for are drawn, at most
 
 AnyCase = Case | linear_oracle.Case | drawn.Call
-# Each kind of case has a module with its title, table of kernels, `truth_of`, `check` and `shared`.
+# Each kind of case has a module with its title, table of kernels, and `truth_of`.
 KINDS: dict[type, Any] = {drawn.Call: drawn, Case: attention, linear_oracle.Case: linear_oracle}
 
 
@@ -231,7 +231,7 @@ def here(options: Options, case: AnyCase) -> list[dict[str, Any]]:
             return local.run(one_rank, ring=case.ring, ulysses=case.ulysses)
         from ringattn.launch.verify import devices
 
-        return [{"errors": devices.errors(case, truth, options.kernel), "share": None}]
+        return [{"errors": devices.errors(case, truth), "shares": {}}]
     except Exception as error:
         if options.random:  # the next calls may be right, and this one is to be repeated
             return [{"broken": f"{type(error).__name__}: {error}"}]
@@ -240,14 +240,11 @@ def here(options: Options, case: AnyCase) -> list[dict[str, Any]]:
 
 def one_process(options: Options) -> list[dict[str, Any]]:
     """This rank's part of every case, in a process group that exists."""
-    meshes: dict[tuple[int, int], Any] = {}
+    mesh_of = cache(partial(init_mesh, device_type=options.device))
     results = []
     for case in chosen(options):
-        at = (case.ring, case.ulysses)
-        if at not in meshes:
-            meshes[at] = init_mesh(ring=case.ring, ulysses=case.ulysses, device_type=options.device)
         try:
-            results.append(one_case(options, case, meshes[at]))
+            results.append(one_case(options, case, mesh_of(ring=case.ring, ulysses=case.ulysses)))
         except Exception as error:
             if isinstance(case, drawn.Call):  # the other ranks wait: name the call, and end
                 raise RuntimeError(f"{repeat(options, case.seed)}: {type(error).__name__}: {error}") from error
@@ -263,23 +260,29 @@ def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
     truth = kind.truth_of(case, options.precision)
     given: dict[str, Any] = {n: None if x is None else x.to(options.device) for n, x in truth.given.items()}
     try:
-        errors, share = kind.check(case, mesh, given, truth, options.kernel)
+        if isinstance(case, drawn.Call):
+            results, mine = drawn.run(case, mesh, given)
+        else:
+            results = oracle.run(case, mesh, given, options.kernel)
+            mine = partial(oracle.own, case.plan_on(mesh))
     except NotImplementedError as error:
         return {"refused": str(error)}
-    return {"errors": errors, "share": None if share is None else share.double().tolist()}
+    shares = oracle.shares(results)
+    held = {n: x for n, x in results.items() if n not in shares}
+    errors = oracle.compared(held, truth, mine)
+    return {"errors": errors, "shares": {n: x.double().tolist() for n, x in shares.items()}}
 
 
 def outcome(options: Options, case: AnyCase, results: Sequence[dict[str, Any]]) -> Outcome:
     """A case's worst error over the ranks; the gradient of what is the same on all is the sum of their shares."""
-    kind = KINDS[type(case)]
-    truth = kind.truth_of(case, options.precision)
+    truth = KINDS[type(case)].truth_of(case, options.precision)
     for why in ("refused", "broken"):
         if texts := [each[why] for each in results if why in each]:
             return Outcome(case, {}, truth.limits, **{why: texts[0]})
     by_rank = [each["errors"] for each in results]
-    if results[0]["share"] is not None:
-        total = torch.tensor([each["share"] for each in results], dtype=torch.float64).sum(0)
-        by_rank.append(kind.shared(total, truth))
+    for name in results[0]["shares"]:
+        total = torch.tensor([each["shares"][name] for each in results], dtype=torch.float64).sum(0)
+        by_rank.append(oracle.compared({name: total}, truth))
     names = dict.fromkeys(name for errors in by_rank for name in errors)
     return Outcome(case, {n: max(errors[n] for errors in by_rank if n in errors) for n in names}, truth.limits)
 

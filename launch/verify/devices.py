@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import ringattn as ra
 import ringattn.jax as rj
-from ringattn.launch.verify import drawn, linear_oracle, oracle, rounding
+from ringattn.launch.verify import drawn, oracle
 from ringattn.launch.verify.cases import Case, Truth
 
 MOST = 5e-6  # that a result in float32 may be off, by its norm
@@ -34,28 +33,23 @@ def runs_here(case: Any) -> bool:
     return layout != "balanced" and case.ring * case.ulysses <= len(jax.devices())
 
 
-def errors(case: Any, truth: Truth, kernel: str) -> dict[str, float]:
-    """The errors of each result, as the module of its kind of case reports them for ranks."""
+def errors(case: Any, truth: Truth) -> dict[str, float]:
+    """The errors of each result, as ranks have them."""
     call = case if isinstance(case, drawn.Call) else None
+    mine = call.mine if call is not None and call.steps else oracle.whole
     with jax.enable_x64(truth.given["q"].dtype == torch.float64):
-        program = program_of(case if call is None else call.case, call, truth, kernel)
-        results = by_name(program, truth)
-        exact, allowed = truth.exact, truth.allowed
-        element = {n: rounding.over(x, exact[n], allowed[n]) for n, x in results.items() if n in allowed}
-        if call is None:
-            off = {n: oracle.off(x, exact[n]) for n, x in results.items()}
-            return {**off, **({"element": max(element.values())} if element else {})}
-        if call.dtype != torch.float32:
-            return element
+        program = program_of(case)
+        off = oracle.compared(by_name(program, truth), truth, mine)
+        if call is None or call.dtype != torch.float32:
+            return off
         plain = drawn.truth_of(ordinary(call))
-        norms = [size_of_error(x, plain.exact[n]) for n, x in by_name(program, plain).items()]
-        return {**element, "norm": max(norms) / MOST}
+        norms = [size_of_error(x, mine(n, plain.exact[n], 0.0)) for n, x in by_name(program, plain).items()]
+        return {**off, "norm": max(norms) / MOST}
 
 
 def size_of_error(result: Tensor, exact: Tensor) -> float:
     """The relative error of a result of numbers around 1; some vanish, as dq of queries that see one key."""
-    norm = float(torch.nan_to_num(exact, neginf=0).norm())
-    return oracle.error(result, exact, max(norm, 0.1 * exact.numel() ** 0.5))
+    return oracle.error(result, exact, max(oracle.size(exact), 0.1 * exact.numel() ** 0.5))
 
 
 def by_name(program: Program, truth: Truth) -> dict[str, Tensor]:
@@ -63,10 +57,7 @@ def by_name(program: Program, truth: Truth) -> dict[str, Tensor]:
     names = {torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
     given = {n: x for n, x in truth.given.items() if x is not None}
     results = program({n: jnp.asarray(x.double().numpy(), names.get(x.dtype, "float32")) for n, x in given.items()})
-    read = {n: torch.from_numpy(np.array(x).astype("float64")) for n, x in results.items() if n != "asked"}
-    if "asked" in results:  # of a cache's tokens, some may never have been a query
-        read["out"] = torch.where(torch.from_numpy(results["asked"])[..., None, None], read["out"], truth.exact["out"])
-    return read
+    return {n: torch.from_numpy(np.array(x).astype("float64")) for n, x in results.items()}
 
 
 def ordinary(call: drawn.Call) -> drawn.Call:
@@ -77,65 +68,38 @@ def ordinary(call: drawn.Call) -> drawn.Call:
     return replace(call, powers=powers, wild=())
 
 
-def program_of(case: Any, call: drawn.Call | None, truth: Truth, kernel: str) -> Program:
+def program_of(case: Any) -> Program:
     """What computes this case's results on the devices."""
+    call, case = (case, case.case) if isinstance(case, drawn.Call) else (None, case)
     mesh = rj.init_mesh(ring=case.ring, ulysses=case.ulysses, devices=jax.devices()[: case.ring * case.ulysses])
-    if call is not None and call.steps:
-        return pieces(call, mesh)
-    if isinstance(case, linear_oracle.Case):
-        plan = ra.plan(mesh, seq_len=case.seq_len, layout=case.layout)
-        return jax.jit(linear(case, plan, kernel))
-    plan = ra.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
-                   layout=case.layout, kernel=kernel)  # fmt: skip
-    return jax.jit(attention(case, plan, truth.given.keys()))
+    plan = case.plan_on(mesh)
+    return jax.jit(once(case, plan)) if call is None or not call.steps else piece_by_piece(call, plan)
 
 
-def poisoned(x: jax.Array, plan: Any) -> jax.Array:
+def once(case: Any, plan: Any) -> Program:
+    """Both results and every gradient. Gradients come back for each that one is given for; not for an lse of -inf."""
+
+    def forward(leaves: Given) -> Given:
+        tokens = {n: poisoned(n, x, plan) for n, x in leaves.items()}
+        results = dict(zip(case.outputs, case.call(plan, tokens), strict=True))
+        return {n: x if n in oracle.WHOLE else plan.unshard(x) for n, x in results.items()}
+
+    def results(given: Given) -> Given:
+        outputs, backward = jax.vjp(forward, {n: given[n] for n in case.leaves if n in given})
+        back = {n: given.get(f"d{n}", jnp.zeros_like(x)) for n, x in outputs.items()}
+        (grads,) = backward({n: jnp.where(jnp.isfinite(x), back[n], 0).astype(x.dtype) for n, x in outputs.items()})
+        return {**outputs, **{f"d{n}": x for n, x in grads.items()}}
+
+    return results
+
+
+def poisoned(name: str, x: jax.Array, plan: Any) -> jax.Array:
     """The whole sequence in the plan's order, with NaN where the plan pads."""
+    if name in oracle.WHOLE:
+        return x
+    plan = plan.keys if name in ("k", "v") else plan
     real = plan.real_tokens().reshape(1, -1, *[1] * (x.ndim - 2))
     return jnp.where(real, plan.shard(x), jnp.nan)
-
-
-def attention(case: Case, plan: Any, names: Any) -> Program:
-    """out, lse and every gradient. Gradients come back for out, lse or both; not for an lse of -inf."""
-
-    def results(given: Given) -> Given:
-        def forward(leaves: Given) -> Any:
-            out, lse = ra.attention(
-                poisoned(leaves["q"], plan), poisoned(leaves["k"], plan.keys), poisoned(leaves["v"], plan.keys), plan,
-                spec=case.spec, docs=case.docs, key_docs=case.key_docs, align=case.align, mask=case.mask,
-                sinks=leaves.get("sinks"), return_lse=True,
-            )  # fmt: skip
-            return plan.unshard(out), plan.unshard(lse)
-
-        leaves = {n: given[n] for n in ("q", "k", "v", *["sinks"] * case.sinks)}
-        (out, lse), back = jax.vjp(forward, leaves)
-        dout, dlse = (given[n] if n in given else jnp.zeros_like(x) for n, x in (("dout", out), ("dlse", lse)))
-        (grads,) = back((dout, jnp.where(jnp.isfinite(lse), dlse, 0).astype(lse.dtype)))
-        return {"out": out, "lse": lse, **{f"d{n}": x for n, x in grads.items()}}
-
-    return results
-
-
-def linear(case: linear_oracle.Case, plan: Any, kernel: str) -> Program:
-    """out, the end states and every gradient."""
-    docs = linear_oracle.docs_of(case.lengths, case.seq_len)
-
-    def results(given: Given) -> Given:
-        def forward(leaves: Given) -> Any:
-            tokens = {n: poisoned(x, plan) for n, x in leaves.items() if n != "state"}
-            out, end = ra.linear_attention(
-                tokens["q"], tokens["k"], tokens["v"], tokens.get("g"), plan, beta=tokens.get("beta"), docs=docs,
-                initial_state=leaves["state"], return_state=True, scan=case.strategy, kernel=kernel,
-            )  # fmt: skip
-            return plan.unshard(out), end
-
-        leaves = {n: x for n, x in given.items() if n not in ("dout", "dend")}
-        (out, end), back = jax.vjp(forward, leaves)
-        (grads,) = back((given["dout"], given["dend"]))
-        return {"out": out, "end": end, **{f"d{n}": x for n, x in grads.items()}}
-
-    return results
 
 
 @partial(jax.jit, static_argnums=0)
@@ -149,36 +113,12 @@ def unsharded(plan: Any, x: jax.Array) -> Any:
     return plan.unshard(x)
 
 
-def pieces(call: drawn.Call, mesh: Any) -> Program:
-    """A cache filled and read piece by piece: the out of each token that was asked for, the last one where twice."""
-    case, steps = call.case, call.steps
-    assert isinstance(case, Case)
-    plan = ra.plan(mesh, seq_len=case.seq_len, kernel=call.kernel)
-    longest = max((n for do, n, _ in steps if do != "back"), default=1)
+def piece_by_piece(call: drawn.Call, plan: Any) -> Program:
+    """A cache filled and read; pieces of numpy's arrays need no program to be cut."""
 
     def results(given: Given) -> Given:
-        cache: Any = ra.KVCache.allocate(
-            plan, batch=case.batch, max_len=case.seq_len, kv_heads=case.kv_heads, head_dim=case.head_dim,
-            value_dim=case.value_dim, dtype=given["q"].dtype, window=case.spec.behind, room=longest, block=call.block,
-        )  # fmt: skip
-        also: Given = {"spec": case.spec, "sinks": given["sinks"].astype(given["q"].dtype) if case.sinks else None}
-        rows, whole = np.arange(case.batch)[:, None], np.zeros(given["q"].shape[:3] + given["v"].shape[3:])
-        tokens = [np.array(given[name]) for name in "qkv"]  # whose pieces need no program to be cut
-        asked = np.zeros(whole.shape[:2], bool)
-        for do, n, how in steps:
-            if do == "back":
-                cache = cache.truncate(list(n))
-                continue
-            at = np.array(cache.lengths)[:, None] + np.arange(n)
-            q, k, v = (jnp.asarray(x[rows, at]) for x in tokens)
-            if do == "decode":
-                out, cache = ra.decode(q, k, v, cache, **also, **how)
-            else:
-                chunk = plan.for_length(n)
-                q, k, v = sharded(chunk, q, k, v)
-                out, cache = ra.prefill(q, k, v, chunk, cache, **also, **how)
-                out = unsharded(chunk, out)
-            whole[rows, at], asked[rows, at] = np.array(out, np.float64), True
-        return {"out": whole, "asked": asked}
+        numpy = {n: np.array(x) for n, x in given.items()}
+        pieces = drawn.pieces_of(call, plan, numpy, jnp.asarray, sharded, unsharded)
+        return {"out": np.concatenate([np.array(x, np.float64) for x in pieces], 1)}
 
     return results

@@ -8,11 +8,12 @@ element of every result is held to what rounding allows it (`rounding.py`).
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class Call:
     """One call over ring x ulysses ranks: a case, the size of its numbers, and how it is spread and run."""
 
     seed: int
-    case: Case | linear_oracle.Case
+    case: Any  # cases.Case, linear_oracle.Case
     dtype: torch.dtype
     kernel: str
     powers: dict[str, float]  # of 10, for each input
@@ -54,6 +55,19 @@ class Call:
     @property
     def ulysses(self) -> int:
         return self.case.ulysses
+
+    @property
+    def tokens(self) -> list[Any]:
+        """Of each step of a cache: which tokens [B, n] it appends and asks for."""
+        lengths, every = np.zeros(self.case.batch, int), []
+        for do, n, _ in self.steps:
+            every.append(lengths[:, None] + np.arange(0 if do == "back" else n))
+            lengths = np.array(n) if do == "back" else lengths + n
+        return every
+
+    def mine(self, name: str, whole: Tensor, padding: float) -> Tensor:
+        """What the steps of a cache give of `whole`; tokens that are taken back are there twice."""
+        return whole[np.arange(self.case.batch)[:, None], np.concatenate(self.tokens, 1)]
 
     @property
     def kind(self) -> str:
@@ -322,68 +336,53 @@ def given_to(call: Call) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def truth_of(call: Call, precision: str = "") -> Truth:
     """What goes in, and what must come out of it. The call has its own dtype."""
-    given, limits = given_to(call), defaultdict[str, float](lambda: 1.0)
-    if isinstance(call.case, linear_oracle.Case):
-        exact = linear_oracle.dense(given, call.case.lengths)
-        return Truth(given, exact, rounding.linear_allowances(given, call.case.lengths, exact), limits)
-    if call.steps:
-        q, k, v = (given[n].double() for n in "qkv")
-        out, lse = oracle.attention(call.case, q, k, v, sinks_of(call, given, torch.float64))
-        return Truth(given, {"out": out, "lse": lse}, rounding.allowances(call.case, given), limits)
-    return Truth(given, oracle.dense(call.case, given), rounding.allowances(call.case, given), limits)
-
-
-def sinks_of(call: Call, given: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
-    return given["sinks"].to(dtype) if isinstance(call.case, Case) and call.case.sinks else None
-
-
-def check(call: Call, mesh: Any, given: dict[str, Any], truth: Truth, kernel: str) -> Any:
-    """One rank's errors, over what each element is allowed, and its share of what is the same on all ranks."""
-    case, exact, allowed = call.case, truth.exact, truth.allowed
+    given, case = given_to(call), call.case
     if isinstance(case, linear_oracle.Case):
-        docs = linear_oracle.docs_of(case.lengths, case.seq_len)
-        how = {"layout": case.layout, "scan": case.strategy, "kernel": call.kernel}
-        results, share, plan = linear_oracle.run(mesh, given, docs, **how)
-        limits = (exact, allowed)
-        return {
-            name: rounding.over(x, *(linear_oracle.own_part(name, of[name].to(x.device), plan) for of in limits))
-            for name, x in results.items()
-        }, share
+        exact = linear_oracle.dense(given, case.lengths)
+        allowed = rounding.linear_allowances(given, case.lengths, exact)
+    elif call.steps:
+        q, k, v, sinks = (given[n].double() for n in ("q", "k", "v", "sinks"))
+        out, _ = oracle.attention(case, q, k, v, sinks if case.sinks else None)
+        exact, allowed = {"out": out}, rounding.allowances(case, given)
+    else:
+        exact, allowed = oracle.dense(case, given), rounding.allowances(case, given)
+    return Truth(given, exact, allowed, defaultdict(lambda: 1.0), by_element=True)
+
+
+def run(call: Call, mesh: Any, given: dict[str, Any]) -> tuple[dict[str, Any], oracle.Mine]:
+    """This rank's results, and what of the truth they are."""
+    plan = call.case.plan_on(mesh, call.kernel)
     if call.steps:
-        return {"out": story(call, case, mesh, given, exact, allowed)}, None
-    outputs = oracle.run(case, mesh, given, call.kernel, **call.choices)
-    return rounding.locally(case, mesh, outputs, exact, allowed), outputs.get("dsinks")
+        return {"out": torch.cat(list(pieces_of(call, plan, given)), 1)}, call.mine
+    return oracle.run(call.case, mesh, given, call.kernel, **call.choices), partial(oracle.own, plan)
 
 
-def shared(total: Tensor, truth: Truth) -> dict[str, float]:
-    """The error of the sum of the shares."""
-    name = "dsinks" if "dsinks" in truth.exact else "dstate"
-    return {name: rounding.over(total, truth.exact[name], truth.allowed[name])}
-
-
-def story(
-    call: Call, case: Case, mesh: Any, given: dict[str, Any], exact: dict[str, Tensor], allowed: dict[str, Tensor]
-) -> float:
-    """The worst error of what a cache's pieces give, over what its element is allowed."""
-    plan = ra.plan(mesh, seq_len=case.seq_len, kernel=call.kernel)
+def pieces_of(
+    call: Call,
+    plan: Any,
+    given: dict[str, Any],
+    array: Callable[[Any], Any] = lambda x: x,
+    shard: Callable[..., Any] = lambda plan, *x: map(plan.shard, x),
+    unshard: Callable[[Any, Any], Any] = lambda plan, x: plan.unshard(x),
+) -> Iterator[Any]:
+    """What the pieces of a cache give, on tensors of torch or JAX, where a call returns a new cache too."""
+    case, spec = call.case, call.case.spec
     longest = max((n for do, n, _ in call.steps if do != "back"), default=1)
-    cache = ra.KVCache.allocate(
+    cache: Any = ra.KVCache.allocate(
         plan, batch=case.batch, max_len=case.seq_len, kv_heads=case.kv_heads, head_dim=case.head_dim,
-        value_dim=case.value_dim, dtype=call.dtype, window=case.spec.behind, room=longest, block=call.block,
+        value_dim=case.value_dim, dtype=given["q"].dtype, window=spec.behind, room=longest, block=call.block,
     )  # fmt: skip
-    also: dict[str, Any] = {"spec": case.spec, "sinks": sinks_of(call, given, call.dtype)}
-    rows, worst = torch.arange(case.batch)[:, None], 0.0
-    for do, n, how in call.steps:
+    also: Any = {"spec": spec, "sinks": array(given["sinks"]) if case.sinks else None}
+    for (do, n, how), at in zip(call.steps, call.tokens, strict=True):
         if do == "back":
-            cache.truncate(list(n))
+            cache = cache.truncate(list(n)) or cache
             continue
-        at = torch.from_numpy(cache.lengths)[:, None] + torch.arange(n)
-        q, k, v = (given[name][rows, at] for name in "qkv")
+        q, k, v = (array(given[name][np.arange(case.batch)[:, None], at]) for name in "qkv")
         if do == "decode":
-            out = ra.decode(q, k, v, cache, **also, **how)
+            result = ra.decode(q, k, v, cache, **also, **how)
         else:
             chunk = plan.for_length(n)
-            q, k, v = (chunk.shard(x) for x in (q, k, v))
-            out = chunk.unshard(ra.prefill(q, k, v, chunk, cache, **also, **how))
-        worst = max(worst, rounding.over(out.cpu(), exact["out"][rows, at], allowed["out"][rows, at]))
-    return worst
+            q, k, v = shard(chunk, q, k, v)
+            result = ra.prefill(q, k, v, chunk, cache, **also, **how)
+        out, cache = result if isinstance(result, tuple) else (result, cache)
+        yield out if do == "decode" else unshard(chunk, out)

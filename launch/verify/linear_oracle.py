@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from ringattn.kernels.linear import TABLE as TABLE
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import recurrent
 from ringattn.launch.verify.cases import Placed, Truth
-from ringattn.launch.verify.oracle import error, local, off
+from ringattn.launch.verify.oracle import with_gradients
 from ringattn.segments import WAYS
 
 B, H, K, V = 2, 2, 8, 12
+LEAVES = ("q", "k", "v", "g", "beta")
 Lengths = tuple[tuple[int, ...], ...]
 
 
@@ -26,6 +27,8 @@ Lengths = tuple[tuple[int, ...], ...]
 class Case(Placed):
     """One call of linear attention; `strategy` is how its states travel."""
 
+    outputs: ClassVar = ("out", "end")
+    leaves: ClassVar = (*LEAVES, "state")
     strategy: str = "gather"
     gate: str | None = "channel"
     lengths: Lengths | None = None  # of packed documents
@@ -38,6 +41,25 @@ class Case(Placed):
     def rule(self) -> dict[str, Any]:
         """What `inputs` and `truth` are named by, beside the gate."""
         return {"beta": self.beta, "key_heads": self.key_heads, "states": states_of(self.lengths) if self.states else B}
+
+    @property
+    def docs(self) -> ra.Docs | None:
+        return (
+            None if self.lengths is None else ra.Docs.from_lengths(list(map(list, self.lengths)), pad_to=self.seq_len)
+        )
+
+    def plan_on(self, mesh: Any, kernel: str = "auto") -> Any:
+        """Its plan, whose documents are laid out if they are alike in every row; the call has the kernel."""
+        plan = ra.plan(mesh, seq_len=self.seq_len, layout=self.layout)
+        laid_out = plan.layout == "balanced" and self.docs is not None and self.docs.first
+        return plan.for_docs(laid_out) if laid_out else plan
+
+    def call(self, plan: Any, x: dict[str, Any], kernel: str = "auto") -> tuple[Any, Any]:
+        """The call itself, on tensors of torch or JAX."""
+        return ra.linear_attention(
+            x["q"], x["k"], x["v"], x.get("g"), plan, beta=x.get("beta"), docs=self.docs, initial_state=x["state"],
+            return_state=True, scan=self.strategy, kernel=kernel,
+        )  # fmt: skip
 
 
 FEATURES = (
@@ -56,7 +78,6 @@ FEATURES = (
     Case("linear_delta_states", gate="head", beta=True, key_heads=1, lengths=((20, 35),), states=True),
     Case("linear_delta_states_chunks", beta=True, lengths=((150, 250, 157), (64, 457)), seq_len=557, states=True),
 )
-LEAVES = ("q", "k", "v", "g", "beta")
 RESULTS = ("out", "end", *(f"d{n}" for n in LEAVES), "dstate")
 TITLE = "linear attention, against its recurrence in float64"
 LIMITS = {"float64": 1e-12, "float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
@@ -67,17 +88,6 @@ def truth_of(case: Case, precision: str) -> Truth:
     given = inputs(case.seq_len, case.gate, dtype, **case.rule)
     exact = truth(case.seq_len, case.gate, case.lengths, dtype, **case.rule)
     return Truth(given, exact, {}, dict.fromkeys(RESULTS, LIMITS[precision]))
-
-
-def check(case: Case, mesh: Any, given: dict[str, Any], truth: Truth, kernel: str) -> Any:
-    """One rank's errors, and its share of what is the same on all ranks."""
-    exact, docs = {name: x.to(mesh.device_type) for name, x in truth.exact.items()}, docs_of(case.lengths, case.seq_len)
-    return errors(mesh, given, exact, docs, layout=case.layout, scan=case.strategy, kernel=kernel)
-
-
-def shared(total: Tensor, truth: Truth) -> dict[str, float]:
-    """The error of the sum of the shares."""
-    return {"dstate": off(total, truth.exact["dstate"])}
 
 
 def placed(ranks: int) -> Iterator[Case]:
@@ -137,7 +147,7 @@ def real(x: Tensor, lengths: Lengths | None) -> Tensor:
     if lengths is None:
         return x
     T = x.shape[1]
-    keep = torch.tensor([[t < sum(row) for t in range(T)] for row in lengths])
+    keep = torch.arange(T) < torch.tensor([[sum(row)] for row in lengths])
     return torch.where(keep.reshape(*keep.shape, *[1] * (x.dim() - 2)), x, 0.0)
 
 
@@ -154,9 +164,8 @@ def dense(given: dict[str, Any], lengths: Lengths | None) -> dict[str, Tensor]:
     q, k, v, g, beta = (None if given[n] is None else real(given[n], lengths) for n in LEAVES)
     assert q is not None and k is not None and v is not None
     out, end = walked(Inputs(q, k, v, g, beta, None, q.shape[-1] ** -0.5), lengths, given["state"])
-    loss = (out * real(given["dout"], lengths)).sum() + (end * given["dend"]).sum()
-    loss.backward()
-    return {"out": out.detach(), "end": end.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
+    back = {"out": real(given["dout"], lengths), "end": given["dend"]}
+    return with_gradients({"out": out, "end": end}, back, leaves)
 
 
 def states_of(lengths: Lengths | None, rows: int = B) -> int:
@@ -185,46 +194,3 @@ def walked(x: Inputs, lengths: Lengths | None, state: Tensor) -> tuple[Tensor, T
 
 def docs_of(lengths: Lengths | None, T: int) -> ra.Docs | None:
     return None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths], pad_to=T)
-
-
-def errors(mesh: Any, given: dict[str, Any], expected: dict[str, Tensor], docs: ra.Docs | None, **choices: Any) -> Any:
-    """This rank's relative errors of out, end and gradients; and its share of the initial state's gradient."""
-    results, share, plan = run(mesh, given, docs, **choices)
-    wanted = {name: own_part(name, expected[name], plan) for name in results}
-    return {name: error(x, wanted[name], float(expected[name].norm())) for name, x in results.items()}, share
-
-
-def own_part(name: str, whole: Tensor, plan: Any) -> Tensor:
-    """What one rank has of a result: its tokens, or all of the end states."""
-    return whole if name == "end" else local(whole, plan, 0.0)
-
-
-def run(mesh: Any, given: dict[str, Any], docs: ra.Docs | None, **choices: Any) -> Any:
-    """This rank's out, end state and gradients; its share of the initial state's gradient; and the plan.
-
-    Padding goes in as NaN, its gradients too; the gradient of the end state comes in different parts from all ranks.
-    """
-    T = given["q"].shape[1]
-    plan = ra.plan(mesh, seq_len=T, layout=choices.pop("layout", "auto"))
-    if plan.layout == "balanced" and docs is not None and docs.first is not None:
-        plan = plan.for_docs(docs.first)
-    leaves = {n: local(given[n], plan).requires_grad_() for n in LEAVES if given[n] is not None}
-    state = given["state"].clone().requires_grad_()
-    out, end = ra.linear_attention(
-        leaves["q"], leaves["k"], leaves["v"], leaves.get("g"), plan,
-        beta=leaves.get("beta"), initial_state=state, return_state=True, docs=docs, **choices,
-    )  # fmt: skip
-    ranks, rank = plan.ring * plan.ulysses, plan.ring_axis.rank * plan.ulysses + plan.ulysses_axis.rank
-    share = 2 * (rank + 1) / (ranks * (ranks + 1))
-    grads = torch.autograd.grad(
-        (out, end), (*leaves.values(), state), (local(given["dout"], plan), given["dend"] * share)
-    )
-    results = {"out": out.detach(), "end": end.detach()}
-    return {**results, **{f"d{n}": x for n, x in zip(leaves, grads, strict=False)}}, grads[-1], plan
-
-
-def worst(results: list[Any], expected: dict[str, Tensor]) -> dict[str, float]:
-    """The largest error of any rank, and the error of the sum of the shares."""
-    errors_of = {n: max(errors[n] for errors, _ in results) for n in results[0][0]}
-    total = sum(share.double() for _, share in results)
-    return {**errors_of, "dstate": off(total, expected["dstate"])}

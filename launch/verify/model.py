@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ringattn import choosing
 from ringattn.comms import local
 from ringattn.comms.mesh import init_mesh
 from ringattn.launch import processes
+from ringattn.launch.verify import oracle
 from ringattn.models.batch import IGNORED
 from ringattn.models.hf import model as hf_model
 from ringattn.models.hf.positions import numbered, rule_of
@@ -59,8 +60,7 @@ class Batch:
         return torch.cat([a if b is None else b for a, b in zip(counted, own, strict=True)], 1)
 
 
-@dataclass
-class Results:
+class Results(NamedTuple):
     """What one pass gave: the whole sequence's values, and every gradient."""
 
     loss: float
@@ -68,29 +68,35 @@ class Results:
     gradients: dict[str, Tensor]
 
 
-@dataclass
-class Row:
-    """One layer: how far its values and its worst gradient are off, over ranks and on one rank."""
+class Off(NamedTuple):
+    """How far something is off over ranks, and on one rank in the same dtype."""
 
     name: str
-    values: tuple[float, float] | None = None
-    gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
+    ranks: float
+    own: float
 
     @property
-    def worst(self) -> str | None:
-        return max(self.gradients, key=lambda n: self.gradients[n][0] / allowed(self.gradients[n][1]), default=None)
-
-    @property
-    def errors(self) -> list[tuple[float, float]]:
-        return [*([self.values] if self.values else []), *self.gradients.values()]
+    def allowed(self) -> float:
+        return 2 * self.own + EPSILON
 
     @property
     def good(self) -> bool:
-        return all(error <= allowed(own) for error, own in self.errors)
+        return self.ranks <= self.allowed
 
 
-def allowed(own: float) -> float:
-    return 2 * own + EPSILON
+class Row(NamedTuple):
+    """One layer: its values, and its gradients, of which the worst comes first."""
+
+    values: Off
+    gradients: list[Off]
+
+    @property
+    def good(self) -> bool:
+        return all(off.good for off in (self.values, *self.gradients))
+
+    @property
+    def worst(self) -> str:
+        return self.gradients[0].name if self.gradients else "-"
 
 
 def check(options: Any) -> None:
@@ -102,8 +108,7 @@ def check(options: Any) -> None:
         raise ValueError("model=: it is compared in float32, by the kernel that auto takes; leave kernel and dtype out")
     if "RANK" in os.environ:
         raise ValueError(f"model={options.model} starts its own ranks; run it without torchrun")
-    if not is_here(options.model):
-        resolve(options.model)
+    config_of(options.model)
 
 
 def is_here(name: str) -> bool:
@@ -111,12 +116,14 @@ def is_here(name: str) -> bool:
     return (Path(name) / "config.json").is_file() or Path(name).is_file()
 
 
-def resolve(name: str) -> None:
-    """A ValueError if this is no model of the hub either, or the hub cannot be reached and nothing of it was saved."""
+def config_of(name: str) -> Any:
+    """A ValueError if it is neither here nor a model of the hub, or the hub cannot be reached and has saved nothing."""
     from transformers import AutoConfig
 
+    if is_here(name):
+        return AutoConfig.from_pretrained(name, local_files_only=True)
     try:
-        AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(
@@ -139,22 +146,22 @@ def run(options: Any) -> int:
         exact = on_one_rank(precise(model), batch)
     own = on_one_rank(deepcopy(model), batch)
     spread = over_ranks(options, model, batch)
-    rows, losses = compared(exact, own, spread), (abs(spread.loss - exact.loss), abs(own.loss - exact.loss))
-    print("\n".join(report(rows, losses, spread.loss, own.loss, where, time.perf_counter() - begun)))
-    return 0 if all(row.good for row in rows) and losses[0] <= allowed(losses[1]) else 1
+    rows, loss = compared(exact, own, spread), Off("loss", *(abs(x.loss - exact.loss) for x in (spread, own)))
+    losses = f"loss {spread.loss:.7f} over ranks, {own.loss:.7f} on one"
+    print("\n".join(report(rows, loss, losses, where, time.perf_counter() - begun)))
+    return 0 if loss.good and all(row.good for row in rows) else 1
 
 
 def load(options: Any) -> Any:
     """The model in float32: with the weights of its folder or of the hub, or random ones by the seed."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    name, here = options.model, is_here(options.model)
-    config = AutoConfig.from_pretrained(name, local_files_only=here)
+    name = options.model
     if has_weights(name):
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, local_files_only=here)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, local_files_only=is_here(name))
     else:
         torch.manual_seed(options.seed)
-        model = AutoModelForCausalLM.from_config(config).float()
+        model = AutoModelForCausalLM.from_config(config_of(name)).float()
     return model.to(options.device).eval()
 
 
@@ -250,54 +257,42 @@ def one_rank(mesh: Any, model: Any, batch: Batch) -> Results:
 def compared(exact: Results, own: Results, spread: Results) -> list[Row]:
     """Every value and gradient, layer by layer, in the order of the model."""
     layers = len(exact.values) - 2
-    rows = [Row("embeddings"), *(Row(f"layer {i}") for i in range(layers)), Row("norm and head")]
-    for row, truth, *others in zip(rows, exact.values, spread.values, own.values, strict=True):
-        row.values = tuple(error(x, truth) for x in others)  # type: ignore[assignment]
-    for at, names in by_layer(list(exact.gradients), layers).items():
-        floor = SMALL * max(float(exact.gradients[name].norm()) for name in names)
-        for name in names:
-            errors = (error(of.gradients[name], exact.gradients[name], floor) for of in (spread, own))
-            rows[at].gradients[name] = tuple(errors)  # type: ignore[assignment]
+    names, rows = ["embeddings", *(f"layer {i}" for i in range(layers)), "norm and head"], []
+    for at, (name, truth, *values) in enumerate(zip(names, exact.values, spread.values, own.values, strict=True)):
+        gradients = {n: x for n, x in exact.gradients.items() if row_of(n, layers) == at}
+        floor = SMALL * max(map(oracle.size, gradients.values()), default=0.0)
+        offs = [Off(n, *(error(of.gradients[n], x, floor) for of in (spread, own))) for n, x in gradients.items()]
+        offs.sort(key=lambda off: off.ranks / off.allowed, reverse=True)
+        rows.append(Row(Off(name, *(error(x, truth) for x in values)), offs))
     return rows
 
 
-def by_layer(names: list[str], layers: int) -> dict[int, list[str]]:
-    """The weights of each row: 0 is the embeddings, -1 what follows the layers."""
-    by_row: dict[int, list[str]] = {}
-    for name in names:
-        number = re.search(r"\.(\d+)\.", name)
-        at = int(number[1]) + 1 if number else 0 if any(word in name for word in ("embed", "wte", "wpe")) else -1
-        by_row.setdefault(at if at <= layers else -1, []).append(name)
-    return by_row
+def row_of(name: str, layers: int) -> int:
+    """Of a weight: 0 is the embeddings, the last one what follows the layers."""
+    number = re.search(r"\.(\d+)\.", name)
+    at = int(number[1]) + 1 if number else 0 if any(word in name for word in ("embed", "wte", "wpe")) else layers + 1
+    return min(at, layers + 1)
 
 
 def error(result: Tensor, truth: Tensor, floor: float = 0.0) -> float:
-    """|result - truth| / |truth|; inf where something is NaN or infinite."""
-    gap = float((result.to(truth.device).double() - truth).norm()) / max(float(truth.norm()), floor, 1e-30)
-    return gap if gap == gap else float("inf")
+    return oracle.error(result.to(truth.device), truth, max(oracle.size(truth), floor))
 
 
-def report(
-    rows: list[Row], losses: tuple[float, float], loss: float, own: float, where: str, seconds: float
-) -> Iterator[str]:
+def report(rows: list[Row], loss: Off, losses: str, where: str, seconds: float) -> Iterator[str]:
     """The table, the loss, and the verdict: the first layer where they part, if they do."""
     yield f"relative errors against one rank in float64: over {where}, and of one rank in float32"
     yield ""
-    width = max(len(row.name) for row in rows)
-    wide = 2 + max(len(row.worst or "") for row in rows)
+    width, wide = max(len(row.values.name) for row in rows), 2 + max(len(row.worst) for row in rows)
     yield f"{'':<{width}}{'values':>11}{'one rank':>11}{'gradients':>11}{'one rank':>11}  {'of':<{wide}}result"
     for row in rows:
-        pairs = [row.values, row.gradients[row.worst] if row.worst else None]
-        cells = "".join("".join(f"{x:>11.1e}" for x in pair) if pair else f"{'-':>11}" * 2 for pair in pairs)
-        yield f"{row.name:<{width}}{cells}  {row.worst or '-':<{wide}}{'pass' if row.good else 'FAIL'}"
+        cells = "".join(f"{off.ranks:>11.1e}{off.own:>11.1e}" for off in (row.values, *row.gradients[:1]))
+        cells += "" if row.gradients else f"{'-':>11}" * 2
+        yield f"{row.values.name:<{width}}{cells}  {row.worst:<{wide}}{'pass' if row.good else 'FAIL'}"
     yield ""
-    good = losses[0] <= allowed(losses[1])
-    yield f"loss {loss:.7f} over ranks, {own:.7f} on one: {'pass' if good else 'FAIL'} (off by {losses[0]:.1e})"
-    first = next((row for row in rows if row.values and row.values[0] > allowed(row.values[1])), None)
-    if first and first.values:
-        off, own_error = first.values
-        yield f"they part in {first.name}: off by {off:.1e}, and rounding allows {allowed(own_error):.1e}"
-    elif bad := [row for row in reversed(rows) if not row.good]:
-        yield f"values are equal; gradients part in {bad[0].name}: {bad[0].worst}"
-    passed = good and all(row.good for row in rows)
-    yield f"the model is {'the same' if passed else 'NOT the same'} over ranks, in {seconds:.1f} s"
+    yield f"{losses}: {'pass' if loss.good else 'FAIL'} (off by {loss.ranks:.1e})"
+    bad = [row for row in rows if not row.good]
+    if first := next((row.values for row in bad if not row.values.good), None):
+        yield f"they part in {first.name}: off by {first.ranks:.1e}, and rounding allows {first.allowed:.1e}"
+    elif bad:
+        yield f"values are equal; gradients part in {bad[-1].values.name}: {bad[-1].worst}"
+    yield f"the model is {'the same' if loss.good and not bad else 'NOT the same'} over ranks, in {seconds:.1f} s"

@@ -1,19 +1,18 @@
 """Dense float64 attention, written from the definition and from nothing else here, and the comparison with it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn import api, choosing
-from ringattn.launch.verify.cases import Case
+from ringattn.launch.verify.cases import Case, Truth
 from ringattn.spec import AttentionSpec
 from ringattn.torch.sharding import own_positions
-from ringattn.transport import Transport
-from ringattn.values import fields
 
-Grads = dict[str, Tensor]
+Mine = Callable[[str, Tensor, float], Tensor]  # of a result by its name, with this where the plan pads
+WHOLE = ("sinks", "state", "end")  # what every rank has all of
 
 
 def visible(case: Case, batch_row: int) -> Tensor:
@@ -22,19 +21,14 @@ def visible(case: Case, batch_row: int) -> Tensor:
         return in_slices(case)
     if case.parents is not None:
         return on_branches(case, batch_row)
-    i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.key_len or case.seq_len)[None]
+    T, S = case.seq_len, case.key_len or case.seq_len
+    mine, i, i_left = tokens_of(case.lengths or [T], batch_row, T)
+    of_keys = case.lengths if case.key_len is None and case.key_lengths is None else case.key_lengths
+    theirs, j, j_left = tokens_of(of_keys or [S], batch_row, S)
     if case.key_lengths is not None:  # counted back from the end of a document
-        i, j = -left(row_of(case.lengths, batch_row), i), -left(row_of(case.key_lengths, batch_row), j)
-    mine = theirs = torch.zeros(case.seq_len, dtype=torch.int64)
-    begun: Any = 0
-    if case.lengths is not None:
-        mine = theirs = ids(row_of(case.lengths, batch_row), case.seq_len)
-        if case.key_lengths is None:
-            begun = torch.stack([(mine == number).nonzero().min() for number in mine])[:, None]
-    if case.key_len is not None or case.key_lengths is not None:
-        size = case.key_len or case.seq_len
-        theirs = mine.new_zeros(size) if case.key_lengths is None else ids(row_of(case.key_lengths, batch_row), size)
-    allowed = near(case.spec, i - begun, j - begun)
+        i, j = -i_left, -j_left
+    allowed = near(case.spec, i[:, None], j[None])
+    i, j = torch.arange(T)[:, None], torch.arange(S)[None]
     for start, stop in spans_of(case, batch_row):
         allowed |= (start <= i) & (i < stop) & (start <= j) & (j < stop)
     return allowed & (mine[:, None] == theirs[None]) & (mine[:, None] >= 0)
@@ -66,8 +60,7 @@ def spans_of(case: Case, batch_row: int) -> list[tuple[int, int]]:
 
 def on_branches(case: Case, batch_row: int) -> Tensor:
     """Of segments: each token sees those of its branch, whose depths are their positions."""
-    lengths, parents = row_of(case.lengths, batch_row), row_of(case.parents, batch_row)
-    of = ids(lengths, case.seq_len).tolist()
+    parents, of = row_of(case.parents, batch_row), tokens_of(case.lengths, batch_row, case.seq_len)[0].tolist()
     allowed = torch.zeros(case.seq_len, case.seq_len, dtype=torch.bool)
     for query, segment in enumerate(of):
         if segment < 0:
@@ -95,29 +88,19 @@ def in_slices(case: Case) -> Tensor:
     return allowed
 
 
-def left(lengths: list[int], positions: Tensor) -> Tensor:
-    """How many tokens of its document each position has left, itself among them; 0 for padding."""
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return torch.tensor([next((e - p for e in ends if p < e), 0) for p in positions.flatten().tolist()]).view(
-        positions.shape
-    )
-
-
 def real_rows(case: Case, batch_row: int) -> Tensor:
     """[T]: which queries belong to a document; the others are padding and see nothing, not even a sink."""
-    if case.lengths is None:
-        return torch.ones(case.seq_len, dtype=torch.bool)
-    return ids(row_of(case.lengths, batch_row), case.seq_len) >= 0
+    return tokens_of(case.lengths or [case.seq_len], batch_row, case.seq_len)[0] >= 0
 
 
 def row_of(lengths: Any, batch_row: int) -> list[int]:
     return lengths[batch_row] if isinstance(lengths[0], list) else lengths
 
 
-def ids(lengths: list[int], total: int) -> Tensor:
-    """The document number of every token; -1 for padding."""
-    numbers = [i for i, n in enumerate(lengths) for _ in range(n)]
-    return torch.tensor(numbers + [-1] * (total - len(numbers)))
+def tokens_of(lengths: Any, batch_row: int, total: int) -> Tensor:
+    """[3, total]: of every token its document, its position there, and how many follow with itself; -1 for padding."""
+    tokens = [(i, p, n - p) for i, n in enumerate(row_of(lengths, batch_row)) for p in range(n)]
+    return torch.tensor(tokens + [(-1, -1, -1)] * (total - len(tokens))).T
 
 
 def attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -159,32 +142,20 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def large_scores(given: dict[str, Tensor], size: float = 1e4) -> dict[str, Tensor]:
-    """The same with scores, where the scale is 1, and sinks that float32 holds exactly, and that are about `size`."""
-    scored = {n: (given[n] * 2).round() / (8 if n == "k" else 1) for n in "qk"}
-    scored["q"][..., 0], scored["k"][..., 0] = size, 1.0
-    return {**given, **scored, "sinks": size + (given["sinks"] * 8).round() / 8}
-
-
-def loss(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Tensor:
-    """A scalar whose gradients of out and lse are dout and dlse (none where the lse is -inf, nor for None)."""
-    of_out = None if dout is None else (out * dout.to(out.dtype)).sum()
-    if dlse is None:
-        assert of_out is not None, "a loss of nothing"
-        return of_out
-    finite = torch.isfinite(lse)
-    of_lse = (torch.where(finite, lse, 0.0) * dlse.to(lse.dtype) * finite).sum()
-    return of_lse if of_out is None else of_out + of_lse
-
-
 def dense(case: Case, given: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """out, lse and every gradient of the whole sequence, computed densely in `dtype`."""
-    leaves = {n: given[n].detach().to(dtype).requires_grad_() for n in ("q", "k", "v", "sinks")}
-    out, lse = attention(case, leaves["q"], leaves["k"], leaves["v"], leaves["sinks"] if case.sinks else None)
-    loss(out, lse, given.get("dout"), given.get("dlse")).backward()
-    leaves = leaves if case.sinks else {n: leaves[n] for n in "qkv"}
-    grads = {f"d{n}": torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
-    return {"out": out.detach(), "lse": lse.detach(), **grads}
+    leaves = {n: given[n].detach().to(dtype).requires_grad_() for n in case.leaves}
+    out, lse = attention(case, leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"))
+    back = {n: given[f"d{n}"] for n in case.outputs if f"d{n}" in given}
+    return with_gradients({"out": out, "lse": lse}, back, leaves)
+
+
+def with_gradients(results: dict[str, Tensor], back: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The results, and the gradients of the leaves by what comes back: nothing does where an lse is -inf."""
+    into = [torch.where(torch.isfinite(results[n]), x.to(results[n].dtype), 0.0) for n, x in back.items()]
+    grads = torch.autograd.grad([results[n] for n in back], list(leaves.values()), into, materialize_grads=True)
+    named = {f"d{n}": x for n, x in zip(leaves, grads, strict=True)}
+    return {**{n: x.detach() for n, x in results.items()}, **named}
 
 
 def local(x: Tensor, plan: Any, poison: float = float("nan")) -> Tensor:
@@ -193,67 +164,85 @@ def local(x: Tensor, plan: Any, poison: float = float("nan")) -> Tensor:
     return torch.cat([x, pad], 1)[:, torch.from_numpy(own_positions(plan)).to(x.device)]
 
 
-def plan_of(case: Case, mesh: Any, **choices: Any) -> Any:
-    """The plan of a case; of `choices`, what a Transport has goes into one."""
-    how = {name: choices.pop(name) for name in fields(Transport) if name in choices}
-    plan = choosing.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
-                         layout=case.layout, transport=Transport(**how), **choices)  # fmt: skip
-    return plan if case.laid_out is None else plan.for_docs(case.laid_out)
+def own(plan: Any, name: str, whole: Tensor, padding: float = float("nan")) -> Tensor:
+    """This rank's part of an input, a result or a gradient; what is the same on every rank it has whole."""
+    name = name.removeprefix("d")
+    if name in WHOLE:
+        return whole
+    return local(whole, plan.keys if name in ("k", "v") else plan, padding)
 
 
-def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", **choices: Any) -> dict[str, Any]:
-    """out, lse and every gradient of this rank's part, through the public API; padding goes in as NaN.
+def run(case: Any, mesh: Any, given: dict[str, Any], kernel: str = "auto", **choices: Any) -> dict[str, Any]:
+    """Both results and every gradient of this rank's part, through the public API; padding goes in as NaN.
 
-    Gradients come back for out (dout) and lse (dlse), or for the one that is given. `choices` are further words for
-    the plan: how blocks travel.
+    Gradients come back for each result that one is given for: NaN for padding, none where an lse is -inf, and for an
+    end state other parts from all ranks. `choices` are further words for the plan: how blocks travel.
     """
-    plan = plan_of(case, mesh, kernel=kernel, **choices)
-    at = {"q": plan, "k": plan.keys, "v": plan.keys}
-    leaves = {n: local(given[n], p).requires_grad_() for n, p in at.items()}
-    sinks = given["sinks"].clone().requires_grad_() if case.sinks else None
-    q, k, v = leaves.values()
-    out, lse = api.attention(
-        q, k, v, plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs, align=case.align, mask=case.mask,
-        sinks=sinks, return_lse=True,
-    )  # fmt: skip
-    # padding's own outputs get poisoned gradients: they must not count
-    dout = local(given["dout"], plan) if "dout" in given else None
-    loss(out, lse, dout, local(given["dlse"], plan, 1.0) if "dlse" in given else None).backward()
-    grads = {f"d{n}": torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
-    results = {"out": out.detach(), "lse": lse.detach(), **grads}
-    return results if sinks is None else {**results, "dsinks": sinks.grad}
+    plan = case.plan_on(mesh, kernel, **choices)
+    leaves = {n: own(plan, n, given[n]).clone().requires_grad_() for n in case.leaves if given[n] is not None}
+    results = dict(zip(case.outputs, case.call(plan, leaves, kernel), strict=True))
+    back = {n: own(plan, n, given[f"d{n}"]) for n in results if f"d{n}" in given}
+    if "end" in back:
+        ranks, rank = plan.ring * plan.ulysses, plan.ring_axis.rank * plan.ulysses + plan.ulysses_axis.rank
+        back["end"] = back["end"] * (2 * (rank + 1) / (ranks * (ranks + 1)))
+    return with_gradients(results, back, leaves)
 
 
-def errors(case: Case, mesh: Any, results: dict[str, Any], truth: dict[str, Tensor]) -> dict[str, float]:
+def whole(name: str, x: Tensor, padding: float) -> Tensor:
+    """Of whole results: all of the truth."""
+    return x
+
+
+def shares(results: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients of what is the same on every rank: each rank has a share, and the truth is their sum."""
+    return {n: x for n, x in results.items() if n.startswith("d") and n[1:] in WHOLE}
+
+
+def errors(case: Any, mesh: Any, results: dict[str, Any], exact: dict[str, Tensor]) -> dict[str, float]:
     """The relative error (norm) of each local result; inf where padding leaked or an empty row is not one."""
-    scales = {name: float(torch.nan_to_num(x, neginf=0).norm()) for name, x in truth.items()}
-    return {name: error(x, expected, scales[name]) for name, x, _, expected in beside(case, mesh, results, truth)}
+    held = {n: x for n, x in results.items() if n not in shares(results)}
+    return compared(held, Truth({}, exact, {}, {}), partial(own, case.plan_on(mesh)))
 
 
-def beside(
-    case: Case, mesh: Any, results: dict[str, Any], truth: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor, Any, Tensor]]:
-    """Each local result with its name, the plan that it is spread by and what it should be.
+def compared(results: dict[str, Any], truth: Truth, mine: Mine = whole) -> dict[str, float]:
+    """The error of each result by its norm, and of the worst `element`; or that of the worst element of each.
 
-    Not dsinks, of which each rank has a share.
+    `mine` is what of the truth the results are: of whole results all.
     """
-    plan = plan_of(case, mesh)
-    for name, x in results.items():
-        if name != "dsinks":
-            p = plan.keys if name in ("dk", "dv") else plan
-            yield name, x, p, local(truth[name].to(x.device), p, float("-inf") if name == "lse" else 0.0)
+    norms, elements = {}, {}
+    for n, x in results.items():
+        true = truth.exact[n].to(x.device)
+        exact = mine(n, true, float("-inf") if n == "lse" else 0.0)
+        if n in truth.allowed:
+            elements[n] = over(x, exact, mine(n, truth.allowed[n].to(x.device), 0.0))
+        if not truth.by_element:
+            norms[n] = error(x, exact, size(true))
+    if truth.by_element:
+        return elements
+    return {**norms, **({"element": max(elements.values())} if elements else {})}
+
+
+def size(x: Tensor) -> float:
+    return float(torch.nan_to_num(x, neginf=0).norm())
 
 
 def error(result: Tensor, expected: Tensor, scale: float) -> float:
     """|result - expected| / the norm of the whole result; inf if one is infinite or NaN where the other is not."""
-    result = result.double()
-    same = torch.equal(torch.isfinite(result), torch.isfinite(expected)) and not bool(result.isnan().any())
-    if not same:
-        return float("inf")
-    gap = torch.where(torch.isfinite(expected), result - expected, 0.0)
-    return float(gap.norm()) / max(scale, 1e-30)
+    gap = gaps(result, expected)
+    return float("inf") if gap is None else float(gap.norm()) / max(scale, 1e-30)
 
 
-def off(result: Tensor, exact: Tensor) -> float:
-    """The relative error of a whole result."""
-    return error(result, exact, float(torch.nan_to_num(exact, neginf=0).norm()))
+def over(result: Tensor, expected: Tensor, allowed: Tensor) -> float:
+    """The largest error over what its element is allowed; inf if one is infinite or NaN where the other is not."""
+    gap = gaps(result, expected)
+    if gap is None or not gap.numel():
+        return 0.0 if gap is not None else float("inf")
+    return float((gap.abs() / allowed).nan_to_num(nan=0.0, posinf=torch.inf).max())
+
+
+def gaps(result: Tensor, expected: Tensor) -> Tensor | None:
+    """How far each element is off; None if one is infinite or NaN where the other is not."""
+    result, finite = result.double(), torch.isfinite(expected)
+    if result.isnan().any() or not torch.equal(torch.isfinite(result), finite):
+        return None
+    return torch.where(finite, result - expected, 0.0)

@@ -218,23 +218,3 @@ def rule_mass(
 
 def scaled(allowed: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: TIMES * x for name, x in allowed.items()}
-
-
-def over(result: Tensor, expected: Tensor, allowed: Tensor) -> float:
-    """The largest error over what its element is allowed; inf where one is infinite or NaN and the other is not."""
-    result = result.double()
-    finite = torch.isfinite(expected)
-    if result.isnan().any() or not torch.equal(torch.isfinite(result), finite) or not result.numel():
-        return float("inf") if result.numel() else 0.0
-    gap = torch.where(finite, result - expected, 0.0).abs()
-    return float((gap / allowed).nan_to_num(nan=0.0, posinf=torch.inf).max())
-
-
-def locally(
-    case: Case, mesh: Any, results: dict[str, Any], truth: dict[str, Tensor], allowed: dict[str, Tensor]
-) -> dict[str, float]:
-    """`over` of each of this rank's results; what is the same on all ranks (dsinks) is left out."""
-    return {
-        name: over(x, exact, oracle.local(allowed[name].to(x.device), plan, 0.0))
-        for name, x, plan, exact in oracle.beside(case, mesh, results, truth)
-    }

@@ -6,6 +6,7 @@ it gets a mask function, which reads the interval of a query, and lists of the t
 
 import logging
 import os
+from collections.abc import Iterable
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
@@ -42,7 +43,8 @@ OLD = NEEDED.difference(signature(_flash_attn_fwd).parameters)
 OLD |= (NEEDED | {"dlse"}).difference(signature(_flash_attn_bwd).parameters)
 DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
 PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
-SPLIT = 4096  # a backward pass of so many queries takes two of FA4's own masks rather than lists
+SPLIT = 4096  # a backward pass of so many queries takes a few of FA4's own masks rather than lists
+CALLS = 3  # how many such masks at most: each prepares its queries, and its gradients are added up
 ONE = Lock()  # threads must not compile at the same time: FA4's compiler keeps what it works on for the whole process
 
 
@@ -72,7 +74,8 @@ class Own(NamedTuple):
     """One of FA4's own masks, as its arguments."""
 
     options: dict[str, Any]
-    packed: bool  # whether the batch is one row of documents
+    packed: bool  # whether the batch is one row of sequences
+    empty: Tensor | None = None  # which rows see no key, [T]; None: all do
 
 
 class Listed(NamedTuple):
@@ -110,13 +113,13 @@ def compiled() -> int:
 def rectangles_of(
     where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool = False
 ) -> tuple[Rectangle, ...]:
-    """The step as one call, with `Own` or `Listed` as its mask; none if no query sees a key; see `two_own` for two."""
+    """The step as one call, with `Own` or `Listed` as its mask, or a few in backward; none if no query sees a key."""
     kind = "fa4", backward, q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
     cache = where.made
     if cache is not None and kind in cache:
         rectangles: tuple[Rectangle, ...] = cache[kind]
         return rectangles
-    rectangles = two_own(where, q_BTHD) if backward else ()
+    rectangles = (two_own(where, q_BTHD) or blocks(where, q_BTHD)) if backward else apart(where, q_BTHD)
     rectangles = rectangles or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
     if cache is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
         cache[kind] = rectangles
@@ -143,6 +146,99 @@ def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
         queries = slice(first + form.queries.start, first + form.queries.stop)
         rectangles.append(Rectangle(queries, form.keys, own(form, q_BTHD.shape[0], q_BTHD.device)))
     return tuple(rectangles)
+
+
+def are_full(where: Intervals, q_BTHD: Tensor) -> bool:
+    """Whether many queries see a few runs of keys whole."""
+    few = where.rectangles is not None and len(where.rectangles) > 1 and all(x.mask is False for x in where.rectangles)
+    return few and q_BTHD.shape[0] == 1 and q_BTHD.shape[1] >= SPLIT
+
+
+def apart(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
+    """Queries that see runs of keys whole, forward, as one call of sequences, which may share keys; else none."""
+    if not are_full(where, q_BTHD):
+        return ()
+    queries, keys = extent(where)
+    sees_none = where.host[0][0, queries] >= where.host[1][0, queries]
+    cells, at = [], 0
+    for x in (*(where.rectangles or ()), None):
+        stop = queries.stop - queries.start if x is None else x.queries.start - queries.start
+        if at < stop:
+            cells.append((at, stop, 0, 0))
+        if x is not None:
+            at = x.queries.stop - queries.start
+            cells.append((stop, at, x.keys.start - keys.start, x.keys.stop - keys.start))
+    empty = torch.from_numpy(sees_none).to(q_BTHD.device, non_blocking=True) if sees_none.any() else None
+    return (Rectangle(queries, keys, Own({"causal": False} | longest_first(cells, q_BTHD.device), True, empty)),)
+
+
+def longest_first(cells: Iterable[tuple[int, int, int, int]], device: torch.device) -> dict[str, Any]:
+    """The options for sequences, given each one's queries [start, stop) and keys [start, stop), forward.
+
+    Blocks of queries with many keys take long: those that begin last would run alone.
+    """
+    order = np.array(sorted(cells, key=lambda cell: cell[2] - cell[3]), np.int32)
+    options: dict[str, Any] = {}
+    for name, (start, stop) in (("q", order[:, :2].T), ("k", order[:, 2:].T)):
+        for kind, x in ((f"cu_seqlens_{name}", np.append(start, stop.max())), (f"seqused_{name}", stop - start)):
+            options[kind] = torch.from_numpy(x.astype(np.int32)).to(device, non_blocking=True)
+        options[f"max_seqlen_{name}"] = int((stop - start).max())
+    return options
+
+
+def blocks(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
+    """Queries that see blocks of keys whole, as a few calls of packed sequences; none for other intervals.
+
+    Other ranks' keys in a balanced layout are so: pieces of a long document see what lies before them.
+
+        keys      a a a b b b c c
+        queries 1 x x x              call 1: 1 and 2 see a, 3 sees c
+                2 x x x x x x        call 2: 2 sees b
+                3             x x
+    """
+    if not are_full(where, q_BTHD):
+        return ()
+    groups = staircases(where.rectangles or ())
+    calls: list[list[Rectangle]] = [[] for _ in range(max(map(len, groups)))]
+    if len(calls) > CALLS:
+        return ()
+    for stairs in groups:
+        seen = stairs[0].keys.start
+        for cells, x in zip(calls, stairs, strict=False):
+            if cells and cells[-1].keys.stop > seen:
+                return ()
+            cells.append(Rectangle(slice(x.queries.start, stairs[-1].queries.stop), slice(seen, x.keys.stop), False))
+            seen = x.keys.stop
+    return tuple(packed(cells, q_BTHD.device) for cells in calls)
+
+
+def staircases(full: Iterable[Rectangle]) -> list[list[Rectangle]]:
+    """Rectangles in groups: of each the queries follow on those before, and see the same keys and more."""
+    groups: list[list[Rectangle]] = []
+    for x in full:
+        last = groups[-1][-1] if groups else None
+        if (
+            last
+            and (last.queries.stop, last.keys.start) == (x.queries.start, x.keys.start)
+            and last.keys.stop < x.keys.stop
+        ):
+            groups[-1].append(x)
+        else:
+            groups.append([x])
+    return groups
+
+
+def packed(cells: list[Rectangle], device: torch.device) -> Rectangle:
+    """Rectangles of ever later queries and keys as one, each a sequence; what lies between them sees nothing."""
+    if len(cells) == 1:
+        return cells[0]._replace(mask=Own({"causal": False}, packed=False))
+    corner = cells[0].queries.start, cells[0].keys.start
+    corners = [corner]
+    for queries, keys, _ in cells:
+        corners += [(queries.start, corners[-1][1]), (queries.start, keys.start), (queries.stop, keys.stop)]
+    rows, columns = (np.array([*dict.fromkeys(corners)], np.int32) - np.array(corner, np.int32)).T
+    mask = Own({"causal": False} | sequences(rows, columns, device), packed=True)
+    return Rectangle(slice(corner[0], corners[-1][0]), slice(corner[1], corners[-1][1]), mask)
 
 
 def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool) -> tuple[Rectangle, ...]:
@@ -188,9 +284,17 @@ def own(form: Form, batch: int, device: torch.device) -> Own:
     if form.starts is not None:
         each = np.asarray(form.starts[:-1])[None] + np.arange(batch)[:, None] * form.starts[-1]
         ends = np.append(each.ravel(), batch * form.starts[-1]).astype(np.int32)
-        starts, longest = torch.from_numpy(ends).to(device, non_blocking=True), int(np.diff(form.starts).max())
-        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        options |= sequences(ends, ends, device)
     return Own(options, form.starts is not None)
+
+
+def sequences(q: np.ndarray, k: np.ndarray, device: torch.device) -> dict[str, Any]:
+    """The options for packed sequences, given where each begins and the last one ends."""
+    options: dict[str, Any] = {}
+    for name, at in (("q", q), ("k", k)):
+        starts = torch.from_numpy(np.ascontiguousarray(at)).to(device, non_blocking=True)
+        options |= {f"cu_seqlens_{name}": starts, f"max_seqlen_{name}": int(np.diff(at).max())}
+    return options
 
 
 def forward(
@@ -210,7 +314,7 @@ def forward(
         tensors = tuple(x.flatten(0, 1) for x in tensors)
     with ONE:
         out, lse = _flash_attn_fwd(*tensors, **given, **mask.options)[:2]
-    lse = nan_kept(lse)  # no row is empty
+    lse = nan_kept(lse) if mask.empty is None else nan_kept(lse).masked_fill_(mask.empty, NEVER)
     if mask.packed:  # [H, B * T]
         return out.view(B, T, *out.shape[1:]), lse.view(H, B, T).permute(1, 2, 0)
     return out, heads_first(lse)

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels import partial
 from ringattn.kernels.attention.triton.blocks import (
     Shape,
     add_rows,
@@ -34,7 +33,7 @@ from ringattn.kernels.attention.triton.blocks import (
 )
 from ringattn.kernels.attention.triton.table import Table, Tile
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.rows import EVERY, NONE, Rows
+from ringattn.kernels.rows import EVERY, NONE, Rows, rounded
 from ringattn.kernels.triton import LOG2E, Kept, Launch, cdiv, launch, power_of_2, ready
 
 
@@ -354,7 +353,7 @@ def prepare(dout: Tensor, lse: Tensor, delta: Tensor | None, out: Tensor | None)
 
     `stats_kernel` also converts the lse to base 2, which rounds it once more.
     """
-    rows = partial.rounded(dout, lse, delta, lambda lse: (lse * LOG2E.value).double() / LOG2E.value)
+    rows = rounded(dout, lse, delta, lambda lse: (lse * LOG2E.value).double() / LOG2E.value)
     return Rows(*rows, out if delta is None else None)
 
 

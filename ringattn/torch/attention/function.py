@@ -15,13 +15,14 @@ from torch import Tensor
 from ringattn.comms.axis import Pending, one_ahead
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.partial import NEVER, Partial, sink_gradient
+from ringattn.kernels.rows import rows_of
 from ringattn.kernels.total import in_dtype
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.call import Call, bind
 from ringattn.torch.attention.gather import gather_backward, gather_forward
-from ringattn.torch.attention.steps import Grads, rows_of
+from ringattn.torch.attention.steps import Grads
 from ringattn.torch.attention.ulysses import Real, cleared, enter, joined, leave, repeated, summed
 from ringattn.torch.bind import autocast, traced
 from ringattn.torch.dispatch import no_autocast, no_view, once
@@ -212,7 +213,7 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
         yield from gather_backward(groups, call.ring, call.plan.keys.tokens, where, kernel, with_delta)
         return
     for q, k, v, out, lse, dout, dlse in groups:
-        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta)
+        rows, delta = rows_of(kernel.kernel, out, lse, dout, dlse, with_delta)
         if where is not None:
             grads = kernel.backward((q, k, v), where, rows, final=True)
         else:

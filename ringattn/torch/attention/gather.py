@@ -12,9 +12,10 @@ from ringattn.comms.axis import All, Axis, Done, Pending, Then, one_ahead
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, empty
+from ringattn.kernels.rows import rows_of
 from ringattn.kernels.total import Total, in_dtype
 from ringattn.layout import Layout
-from ringattn.torch.attention.steps import Entered, Grads, Score, Seen, rows_of
+from ringattn.torch.attention.steps import Entered, Grads, Score, Seen
 from ringattn.torch.sharding import order_of
 
 
@@ -35,7 +36,7 @@ def gather_backward(
 
     def going_home() -> Iterator[Pending]:
         for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
-            rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta)
+            rows, delta = rows_of(kernel.kernel, out, lse, dout, dlse, with_delta)
             totals = kernel.backward((q, k, v), where, rows) if where else map(Total, (q, k, v))
             dq, *grads = (in_dtype(grad, accumulator(x)) for grad, x in zip(totals, (q, k, v), strict=True))
             del k, v, rows, totals

@@ -17,7 +17,6 @@ from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
-from ringattn.kernels.rows import Rows, row_delta
 from ringattn.layout import FEW, Shard, count_below
 from ringattn.mask import Mask
 from ringattn.recipe import Sight
@@ -104,18 +103,6 @@ def score_with(entry: kernels.Kernel, scale: float, softcap: float | None, famil
     kernel: TorchKernel = over_families(entry.load()) if families else entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
     return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given))
-
-
-def rows_of(
-    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, with_delta: bool
-) -> tuple[Rows, Tensor | None]:
-    """The rows of a backward pass as the kernel takes them, and delta if `with_delta`.
-
-    A kernel that computes delta gets `out`, unless the lse has a gradient too, which is a term of delta.
-    """
-    by_out = dlse is None
-    delta = None if by_out and not with_delta else row_delta(out, dout, dlse)
-    return score.kernel.prepare(dout, lse, delta, out if by_out else None), delta
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, rectangles: bool) -> kernels.Problem:
