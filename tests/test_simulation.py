@@ -161,7 +161,7 @@ def simulated(row):
 
 
 def test_calls_between_emulated_hosts_take_what_is_simulated():
-    """Rows of `make test-hosts` have what was calibrated there. The worst are short calls that compute while links carry."""
+    """Rows of `make test-hosts` have what was calibrated there. The worst are short calls, half compute."""
     rows = [row for row in read(ROWS) if "calibrated" in row]
     off = [simulated(row) / row["ms"] - 1 for row in rows]
     within = [np.mean(np.abs(off) < most) for most in (0.2, 0.3)]
