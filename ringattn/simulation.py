@@ -287,7 +287,8 @@ def play(
     clock, before = Clock.shared(np.zeros(ranks), np.full(ranks, LONG), cores), 0.0  # at first all compute all the time
     for _ in range(TRIALS):
         played = once(clock, range(ranks))
-        clock = Clock.shared(*(x.ravel() for x in played.steps[1:]), cores)
+        _, begun, ended = played.steps
+        clock = Clock.shared(begun.ravel(), ended.ravel(), cores)
         if abs(played.seconds - before) < SAME * before:
             break
         before = played.seconds

@@ -63,7 +63,7 @@ def among_ranks(device: str, repeats: int, head_dim: int = 0) -> Machine:
     """What rank 0 measures while the others wait, then the links and cores that all share: the same on every rank."""
     import torch.distributed as dist
 
-    alone = [measured(device, repeats, head_dim) if dist.get_rank() == 0 else None]
+    alone: list[Any] = [measured(device, repeats, head_dim) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(alone)
     machine = linked(alone[0], device, repeats)
     return machine.replace(cores=cores(machine.gpus, repeats, head_dim)) if device == "cpu" else machine
@@ -168,9 +168,9 @@ def cores(gpus: int, repeats: int, head_dim: int) -> float:
     import torch.distributed as dist
 
     call = attention("cpu", head_dim, SIZES["cpu"][0])[1]
-    alone = [timed(call, repeats) if dist.get_rank() == 0 else None]
+    alone: list[Any] = [timed(call, repeats) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(alone)
-    share = alone[0] / slowest(call, "cpu", repeats)
+    share = float(alone[0] / slowest(call, "cpu", repeats))
     return gpus * share if share < OWN_CORES else 0.0
 
 
