@@ -7,7 +7,8 @@ Scores are transposed, [keys, queries]: the maxima and sums of queries then lie 
 arguments and results is natural.
 """
 
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from ringattn.kernels.attention.pallas.blocks import columns
 from ringattn.kernels.attention.pallas.walk import (
     LOG2E,
     NN,
-    NT,
     Patch,
     Score,
     Walk,
@@ -36,6 +36,8 @@ from ringattn.kernels.attention.pallas.worklist import ENDS, FIRST, LAST, SOME, 
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.kernels.protocol import JaxKernel
+
+WIDTH = 256  # keys of values that lie side by side: a row of the matrix unit
 
 
 class Pieces(NamedTuple):
@@ -90,8 +92,8 @@ def attend(
             carried=bool(carried),
             size=size,
         ),
-        queries=[(setup.q, 2), *carried],
-        keys=[(setup.k, 2), (setup.v.swapaxes(2, 3), 3)],
+        queries=[(setup.q.swapaxes(2, 3), 3), *carried],
+        keys=[(setup.k, 2), (in_columns(setup.v, setup.blocks.k), 2)],
         results=[((H, V, T), 3), ((H, 1, T), 3)],
         heads=[],
         scratch=[((n, bq), jnp.float32) for n in (1, 8, V)]
@@ -102,8 +104,25 @@ def attend(
     return Partial(out, lse[..., 0])
 
 
+def in_columns(v: Array, block: int) -> Array:
+    """[B, G, S, V] -> [B, G, S / WIDTH, V, WIDTH], or as wide as the block if WIDTH does not divide it.
+
+    The matrix unit takes rows of 256, which are combined from registers if they are part of longer rows in memory.
+    """
+    width = WIDTH if block % WIDTH == 0 else block
+    return v.reshape(*v.shape[:2], -1, width, v.shape[3]).swapaxes(3, 4)
+
+
+def columns_at(v_t: Any, keys: slice) -> Any:
+    """[V, keys], of one block of `in_columns`."""
+    width = v_t.shape[4]
+    first, last = keys.start // width, -(-keys.stop // width)
+    cuts = [(max(keys.start - i * width, 0), min(keys.stop - i * width, width)) for i in range(first, last)]
+    return jnp.concatenate([v_t[0, 0, first + i, :, a:b] for i, (a, b) in enumerate(cuts)], axis=1)
+
+
 def forward_kernel(
-    entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, precision: Any, carried: bool, size: Pieces
+    entries: Any, q_t: Any, *rest: Any, walk: Walk, score: Score, precision: Any, carried: bool, size: Pieces
 ) -> None:
     """The online softmax of one block of queries and one block of keys, transposed.
 
@@ -114,7 +133,7 @@ def forward_kernel(
 
     A tile is one pair of blocks, computed in pieces: for each piece of the queries, all pieces of the keys. The loop is
     unrolled, and `held` has the scores of this piece and the next ones, so that the compiler can compute them beside
-    the exponentials of this one. `before`, `sums` and `result` keep the statistics of a piece of the queries.
+    the exponentials of this one. Queries are transposed too, as the matrix unit takes them.
 
     Why at the odd places: `held` is memory of its own, since the compiler stores twice as much when scores that do not
     fit into registers are left to it. `sums` has eight rows, one for each sublane, because adding whole registers is
@@ -140,14 +159,14 @@ def forward_kernel(
             acc[...] = jnp.zeros_like(acc)
 
     def tile(kind: int) -> None:
-        queries = pieces(q.shape[2], size.queries)
+        queries = pieces(q_t.shape[3], size.queries)
         patches = [Patch.of(at, keys, kind) for at in queries for keys in pieces(k.shape[2], size.keys)]
         patches = [patch for patch in patches if patch.size]
         tops = []  # of the pieces whose scores were computed
 
         def compute(number: int) -> None:
             for at, keys, free in patches[number : number + 1]:
-                s = score(lax.dot_general(k[0, 0, keys], q[0, 0, at], NT, precision, jnp.float32))
+                s = score(lax.dot_general(k[0, 0, keys], q_t[0, 0, :, at], NN, precision, jnp.float32))
                 if free < keys.stop:
                     low, high = s[: free - keys.start], s[free - keys.start :]
                     starts = begin[:, :, at] if kind == SOME else None
@@ -160,19 +179,18 @@ def forward_kernel(
             compute(number)
         for i, (at, keys, _) in enumerate(patches):
             compute(i + size.ahead)
-            if keys.start == 0:
-                before, sums, result = top[:, at], total[:, at], acc[:, at]
-            now = jnp.maximum(before, tops[i])
+            before, now = top[:, at], jnp.maximum(top[:, at], tops[i])
             safe = now if kind == WHOLE else jnp.where(now == NEVER, 0.0, now)
             shrink = jnp.exp2(before - safe)
-            before, sums, result = now, sums * shrink, result * shrink
+            sums, result = [], []
             for some in pieces(patches[i].size, size.exponents):
                 p = jnp.exp2(held[i % len(held), some] - safe)
-                sums += p.reshape(-1, 8, p.shape[1]).sum(0)
-                values = v_t[0, 0, :, keys.start + some.start : keys.start + some.stop]
-                result += lax.dot_general(values, p.astype(v_t.dtype), NN, precision, jnp.float32)
-            if patches[i + 1 :] == [] or patches[i + 1].keys.start == 0:
-                top[:, at], total[:, at], acc[:, at] = before, sums, result
+                sums.append(p.reshape(-1, 8, p.shape[1]).sum(0))
+                values = columns_at(v_t, slice(keys.start + some.start, keys.start + some.stop))
+                result.append(lax.dot_general(values, p.astype(v_t.dtype), NN, precision, jnp.float32))
+            top[:, at] = now
+            total[:, at] = total[:, at] * shrink + reduce(add, sums)
+            acc[:, at] = acc[:, at] * shrink + reduce(add, result)
 
     on_work(entry, tile, (WHOLE, STAIRS, ENDS))
 

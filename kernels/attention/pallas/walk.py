@@ -108,14 +108,15 @@ class Walk(NamedTuple):
 
     def spec(self, shape: tuple[int, ...], dim: int, keys: bool = False) -> pl.BlockSpec:
         """The block of an array [B, heads, ...], whose `dim` is queries (or keys), that belongs to an entry."""
-        size = self.setup.blocks.k if keys else self.setup.blocks.q
-        block = (1, 1, *(size if i == dim else n for i, n in enumerate(shape) if i > 1))
+        setup = self.setup
+        count = setup.key_blocks if keys else setup.q.shape[2] // setup.blocks.q
+        block = (1, 1, *(n // count if i == dim else n for i, n in enumerate(shape) if i > 1))
 
         def index(*at: Any) -> tuple[Any, ...]:
             entry = self.entry(at[-1], at[0], at[self.dims[0]])
             head = at[1] if keys else at[1] * self.setup.shared + at[self.dims[1]]
             number = self.key_block(entry) if keys else self.query_block(entry)
-            return (at[0], head, number, 0) if dim == 2 else (at[0], head, 0, number)
+            return (at[0], head, *(number if i == dim else 0 for i in range(2, len(shape))))
 
         return pl.BlockSpec(block, index)
 
