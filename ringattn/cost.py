@@ -177,7 +177,7 @@ def groups_of(shape: Shape, sent: int, ranks: int, kv_heads: int, machine: Machi
 
     Each group costs launches, and smaller groups fill a GPU less well.
     """
-    attending = shape.flops_a_pair * shape.seq_len * shape.key_len / 2 / ranks / machine.flops(shape.itemsize)
+    attending = shape.flops_a_pair * shape.seq_len * shape.key_len / 2 / ranks / machine.flops(shape.itemsize, ranks)
     more = MORE_LATENCIES * link.latency + MORE_WORK * attending
     possible = [n for n in range(1, MOST_GROUPS + 1) if kv_heads % n == 0]
     return min(possible, key=lambda n: link.transfer(sent, ranks) / n + n * more)

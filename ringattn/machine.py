@@ -53,6 +53,7 @@ class Machine(Value):
     products   TFLOP/s of the matrix products of a model's other layers
     group      where copy engines move what `inside` says: the bandwidth of a process group within a host, which moves
                less a second, and by how many seconds it starts sooner
+    cores      how many ranks of a host compute at these rates at once, on CPUs; more share them evenly. 0: all
     """
 
     name: str
@@ -74,6 +75,7 @@ class Machine(Value):
     exchange: tuple[float, ...] = (0.0, 0.0)
     room: float = 0.0
     group: tuple[float, ...] = (0.0, 0.0)
+    cores: float = 0.0
     path: str = field(default="", compare=False)
 
     def rate(self, keys: tuple[str, ...]) -> tuple[float, float]:
@@ -87,9 +89,13 @@ class Machine(Value):
         """Seconds of a single pass over ranks that takes so many among others."""
         return max(seconds + self.start[back], self.least[back])
 
-    def flops(self, itemsize: int) -> float:
-        """Flops a second of attention forward on numbers of so many bytes, whichever kernel runs."""
-        return self.rate((BY_BYTES[itemsize], "float32"))[0]
+    def crowd(self, ranks: int) -> float:
+        """How many times as long work takes while so many ranks compute at once."""
+        return max(1.0, min(ranks, self.gpus) / self.cores) if self.cores else 1.0
+
+    def flops(self, itemsize: int, ranks: int) -> float:
+        """Flops a second of a rank's attention forward, of so many that compute, on numbers of so many bytes."""
+        return self.rate((BY_BYTES[itemsize], "float32"))[0] / self.crowd(ranks)
 
     def blocks_at_once(self, block: int) -> int:
         """How many blocks of `block` bytes a step may bring."""
@@ -117,7 +123,7 @@ LIMITS = {  # the least and the most that is plausible; both are given in the er
     "gpus": (1, 65536), "memory": (2**26, 2**46), "bandwidth": (1e8, 1e15), "products": (1e-4, 1e6),
     "half": (0, 1e9), "launch": (0, 1.0), "room": (0, 2**46), "latency": (0, 10.0), "sharing": (1, 4096),
     "start": (0, 10.0), "least": (0, 10.0), "exchange": (0, 10.0), "row": (1e-5, 1e5), "arch": (0, 1000),
-    "group": (0, 1e14),
+    "group": (0, 1e14), "cores": (0, 65536),
 }  # fmt: skip
 LINK_LIMITS = LIMITS | {"bandwidth": (1e3, 1e14)}
 

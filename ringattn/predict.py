@@ -252,6 +252,7 @@ def one_pass(
     rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
     slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
     work = steps.pairs * (slower * flops / ulysses / rate) + machine.launch[back] * (steps.pairs > 0)
+    work = work * machine.crowd(ring * ulysses)
     swap_near, swap_far, within, between = 0.0, 0.0, 0.0, 0.0
     if plan.strategy == "gather" and ring > 1:
         local = max(1, min(gpus // ulysses, ring))

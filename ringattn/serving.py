@@ -161,7 +161,7 @@ def prefill_moves(
     held = -(-max(0, cached - ranks * local * beside) // ranks)
     queries_sent = hops * local * heads.query_bytes
     sent = {"queries": queries_sent + hops * partials, "keys": hops * held * heads.key_bytes}
-    hidden = local * cached * heads.pair_flops / machine.flops(heads.itemsize) * hops / ranks * hides
+    hidden = local * cached * heads.pair_flops / machine.flops(heads.itemsize, ranks) * hops / ranks * hides
     merged = 2 * partials / machine.bandwidth * hides * (hops > 0)
     pieces = -(-held // keys_at_once(local))
     transfers, visits = (min(1, hops) * pieces, 2 * pieces) if beside else (hops * pieces, ranks * pieces)

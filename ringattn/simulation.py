@@ -22,11 +22,13 @@ from ringattn.machine import Link, Machine
 from ringattn.planning import Plan
 from ringattn.predict import BACKWARD, EXACT, MEASURED, Rates, Spread, across, behind, course
 from ringattn.schedule import growing
+from ringattn.sharing import ALONE, LONG, Clock, on_links
 from ringattn.spec import AttentionSpec, Docs
 
 SLOW = re.compile(r"(rank|host)(\d+):(\d+\.?\d*|\.\d+)")
 MOST = 16384  # ranks of a ring: it takes a minute, and a gigabyte of pairs
 ONE = np.ones(1)
+TRIALS, SAME = 30, 1e-3  # at most so many until what is simulated changes by less
 
 
 class World(NamedTuple):
@@ -37,6 +39,11 @@ class World(NamedTuple):
     speed: np.ndarray  # [ring, ulysses]
     jitter: float
     random: np.random.Generator
+    clock: Clock
+
+    def computed(self, begun: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """[ring, ulysses]: when all ranks are done with work that takes one alone so long."""
+        return self.clock.after(begun, seconds[:, None] / self.speed * self.vary(begun.shape))
 
     def vary(self, shape: tuple[int, ...]) -> np.ndarray:
         """By what factors durations differ from what is described."""
@@ -156,26 +163,6 @@ def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
     return factors.reshape(ring, ulysses)
 
 
-def on_links(start: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """[link, transfer]: when each is done, if those that have started share a link evenly.
-
-    `seconds` are those of a transfer alone on its link; with none there is no transfer. In the loop every link goes on
-    to its next event: the next transfer that starts, or is done.
-    """
-    left, ends, now = seconds, start, np.where(seconds > 0, start, np.inf).min(1)
-    now[np.isinf(now)] = 0  # an idle link
-    while (waiting := left > 0).any():
-        going = waiting & (start <= now[:, None])
-        share = np.maximum(going.sum(1), 1)[:, None]
-        done = np.where(going, now[:, None] + share * left, np.inf)
-        until = np.minimum(done.min(1), np.where(waiting & ~going, start, np.inf).min(1))
-        until = np.where(waiting.any(1), until, now)
-        left = np.where(going, left - (until - now)[:, None] / share, left)
-        ended = going & ((done <= until[:, None]) | (left <= 0))
-        ends, left, now = np.where(ended, until[:, None], ends), np.where(ended, 0.0, left), until
-    return ends
-
-
 class Links:
     """All links of one kind, and when that of each rank is idle again."""
 
@@ -209,12 +196,12 @@ def ring_pass(
 ) -> np.ndarray:  # fmt: skip
     """When every rank is done with all steps, which are noted; `seconds` are those of pairs.
 
-    The keys of a step leave their holder while the step before is computed. `returned` bytes of gradients a token go
-    back after the step, to the holder of the keys. The sums of a block that is passed on, `summed` bytes a token, move
-    with it, and home to its owner from the last holder of a token.
+    The keys of a round leave their holders as it begins, to the ranks of their hosts and to the next one. `returned`
+    bytes of gradients a token go back after the step, to the holder of the keys. The sums of a block that is passed on,
+    `summed` bytes a token, move with it, and home to its owner from the last holder of a token.
     """
     owner, held = np.arange(len(entered)), np.zeros(len(entered))
-    arrived, begun, done, home, sums, coming = (entered,) * 6  # every rank has its own block
+    arrived, since, done, home, sums, coming = (entered,) * 6  # every rank has its own block, `since` when
     never = np.full(entered.shape, -np.inf)
 
     def moved(near: np.ndarray, far: np.ndarray, nbytes: float, ready: np.ndarray) -> np.ndarray:
@@ -225,8 +212,7 @@ def ring_pass(
 
     def keys(step: Wave) -> np.ndarray:
         sizes = step.near[step.reader], step.far[step.reader]
-        sent = moved(*sizes, token_bytes, begun if step.passed else entered)
-        return np.maximum(sent[step.sender], entered)
+        return np.maximum(moved(*sizes, token_bytes, since)[step.sender], entered)
 
     def passed_on(following: Wave | None) -> np.ndarray:
         """When the sums of the held tokens are at the next holder; those that do not go on go home."""
@@ -245,7 +231,8 @@ def ring_pass(
     for step, following in pairwise(chain(steps, [None])):
         assert step
         begun = np.maximum(done, arrived)
-        done = begun + seconds(step.pairs)[:, None] / world.speed * world.vary(entered.shape)
+        since = begun if step.passed else since
+        done = world.computed(begun, seconds(step.pairs))
         played.add(arrived, begun, done)
         if following:
             arrived = keys(following)
@@ -279,12 +266,41 @@ def play(
     plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, machine: Machine, rates: Rates, *,
     slow: str = "", jitter: float = 0.0, seed: int = 0, backward: bool = True, watched: Sequence[int] = (),
 ) -> Played:  # fmt: skip
-    """One layer's attention, forward and then backward, of all ranks; the steps of those `watched` are kept."""
-    ring, ulysses = plan.ring, plan.ulysses
+    """One layer's attention, forward and then backward, of all ranks; the steps of those `watched` are kept.
+
+    When ranks compute says how fast each is, if they share cores, and that says when they compute: until both agree.
+    """
+    ring, ulysses, ranks = plan.ring, plan.ulysses, plan.ring * plan.ulysses
     if ring > MOST:
         raise ValueError(f"ring={ring}: rings of at most {MOST} ranks are simulated; add Ulysses ranks")
-    world = World(machine, np.arange(ring) * ulysses // machine.gpus, speeds(slow, ring, ulysses, machine.gpus), jitter,
-                  np.random.default_rng(seed))  # fmt: skip
+    cores = machine.cores * -(-ranks // machine.gpus)
+
+    def once(clock: Clock, watched: Sequence[int]) -> Played:
+        world = World(machine, np.arange(ring) * ulysses // machine.gpus, speeds(slow, ring, ulysses, machine.gpus),
+                      jitter, np.random.default_rng(seed), clock)  # fmt: skip
+        played = Played(watched)
+        play_in(world, plan, shape, spec, docs, rates, backward, played)
+        return played
+
+    if not cores:
+        return once(ALONE, watched)
+    clock, before = Clock.shared(np.zeros(ranks), np.full(ranks, LONG), cores), 0.0  # at first all compute all the time
+    for _ in range(TRIALS):
+        played = once(clock, range(ranks))
+        _, begun, ended = played.steps
+        clock = Clock.shared(begun.ravel(), ended.ravel(), cores)
+        if abs(played.seconds - before) < SAME * before:
+            break
+        before = played.seconds
+    return once(clock, watched)
+
+
+def play_in(
+    world: World, plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, rates: Rates, backward: bool,
+    played: Played,
+) -> None:  # fmt: skip
+    """The same, in a world whose clock says how fast ranks are."""
+    ring, ulysses, machine = plan.ring, plan.ulysses, world.machine
     token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
     together = 1 if plan.tokens.by_document else machine.blocks_at_once(token * plan.keys.tokens.shard_len)
     steps = steps_of(Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs), min(together, ring))
@@ -295,8 +311,13 @@ def play(
     rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
     seen = work_of(spec, plan.tokens.length, plan.keys.tokens.length, docs).below(plan.tokens.length)
     at, links = np.zeros((ring, ulysses)), (Links(world, machine.inside), Links(world, machine.between))
-    played = Played(watched)
     grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0
+
+    def swapped(at: np.ndarray) -> np.ndarray:
+        """When heads are exchanged, behind what a rank's links still carry."""
+        carrying = [link.free for link, n in zip(links, swap, strict=True) if n]
+        return exchange(world, *swap, reduce(np.maximum, carrying, at)) if ulysses > 1 else at
+
     for back in (False, True)[: 1 + backward]:
         slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
         flops = shape.flops_a_pair * (BACKWARD if back else 1.0) / ulysses
@@ -305,16 +326,15 @@ def play(
         def seconds(pairs: np.ndarray, pair: float = pair, launch: float = machine.launch[back]) -> np.ndarray:
             return pairs * pair + launch * (pairs > 0)
 
-        at = exchange(world, *swap, at) if ulysses > 1 else at
+        at = swapped(at)
         if plan.strategy == "gather":
             work = sum((seconds(step.pairs) for step in steps), np.zeros(ring))
             at = gathered(plan, world, work, token * (1 + grads * back), at, played)
         else:
             wide = token * max(1.0, 4 / shape.itemsize)
             at = ring_pass(world, steps, links, seconds, at, played, token, token * grads * back, wide * back)
-        at = exchange(world, *swap, at) if ulysses > 1 else at
+        at = swapped(at)
     played.finish = at
-    return played
 
 
 def gathered(plan: Plan, world: World, work: np.ndarray, nbytes: float, at: np.ndarray, played: Played) -> np.ndarray:
@@ -323,7 +343,7 @@ def gathered(plan: Plan, world: World, work: np.ndarray, nbytes: float, at: np.n
     block = plan.keys.tokens.shard_len * nbytes
     far = across(plan.ring, local, world.machine) * block
     come = exchange(world, (plan.ring - 1) * block, far, at.T).T
-    done = come + work[:, None] / world.speed * world.vary(at.shape)
+    done = world.computed(come, work)
     played.add(come, come, done)
     return done
 

@@ -38,6 +38,7 @@ from ringattn.machine import Machine
 ROOT = Path(__file__).parent.parent
 BRIDGE, PREFIX = "ringattn-switch", "ringattn-host"
 RANKS, PORT = 2, 29571  # of a host
+HEAD_DIM = 32
 MOST = 1e-5  # relative error in float32
 FEW = ("causal", "window", "docs_rows", "cross", "all_at_once")  # cases that must be exact
 
@@ -100,7 +101,7 @@ def call(*command: str) -> None:
 
 def limit(speed: int) -> None:
     """Let so many Mbit/s leave the host that this process runs in."""
-    link = ("tbf", "rate", f"{speed}mbit", "burst", "32kb", "latency", "400ms")
+    link = ("tbf", "rate", f"{speed}mbit", "burst", "32kb", "latency", "4s")  # a queue that drops next to nothing
     call("tc", "qdisc", "replace", "dev", "veth0", "root", *link)
 
 
@@ -172,21 +173,20 @@ def inexact(hosts: int) -> list[str]:
 
 def candidates(ranks: int, settings: list[str]) -> Iterator[Row]:
     """The rows of all settings, with the time of the slowest rank, on the machine as calibrated just now."""
-    machines = [calibrate.linked(calibrate.measured("cpu", 3), "cpu", 5)]
-    dist.broadcast_object_list(machines)  # the same on every rank
-    for row in plans.measured(plans_options(ranks, settings), machines[0]):
+    machine = calibrate.among_ranks("cpu", 5, HEAD_DIM)
+    for row in plans.measured(plans_options(ranks, settings), machine):
         every: list[Any] = [None] * ranks
         dist.all_gather_object(every, row["ms"])
-        yield row | {"ms": max(every), "calibrated": calibrated(machines[0])}
+        yield row | {"ms": max(every), "calibrated": calibrated(machine)}
 
 
 def plans_options(ranks: int, settings: list[str]) -> plans.Options:
-    return plans.Options(ranks=ranks, settings=settings, head_dim=32, within=2.5, seconds=1.5, device="cpu")
+    return plans.Options(ranks=ranks, settings=settings, head_dim=HEAD_DIM, within=2.5, seconds=1.5, device="cpu")
 
 
 def calibrated(machine: Machine) -> dict[str, Any]:
     """What of the description was measured here."""
-    about = {name: getattr(machine, name) for name in ("gpus", "start", "products", "bandwidth")}
+    about = {name: getattr(machine, name) for name in ("gpus", "cores", "start", "products", "bandwidth")}
     links = {name: vars(getattr(machine, name)) for name in ("inside", "between")}
     return about | links | {"rates": {name: machine.rates[name] for name in ("float32", "tiled/float32")}}
 

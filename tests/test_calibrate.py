@@ -40,6 +40,16 @@ def test_links_are_measured_among_ranks():
     assert first.between == machine.load("cpu").between
 
 
+def two_ranks_of_a_busy_machine():
+    calibrate.timed, calibrate.slowest = lambda call, repeats: 1.0, lambda call, device, repeats: 4.0
+    return calibrate.among_ranks("cpu", 1)
+
+
+def test_ranks_that_are_slower_together_share_cores():
+    first, second = run(two_ranks_of_a_busy_machine, 2)
+    assert first == second and first.gpus == 2 and first.cores == 0.5
+
+
 def two_hosts():
     process_group.hosts_of = lambda group: 2
     timing.median_ms = lambda call, repeats, warmup: 1000.0

@@ -35,6 +35,7 @@ PLAIN = [
     "recipe",
     "footprint",
     "predict",
+    "sharing",
     "simulation",
     "spmd",
     "segments",

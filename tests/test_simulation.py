@@ -16,7 +16,8 @@ from ringattn.layout import Layout
 from ringattn.machine import Link, load
 from ringattn.planning import Plan
 from ringattn.predict import Spread
-from ringattn.simulation import Whole, on_links, play, steps_of
+from ringattn.sharing import on_links
+from ringattn.simulation import Whole, play, steps_of
 from ringattn.spec import AttentionSpec
 from ringattn.transport import Transport
 
@@ -67,6 +68,21 @@ def test_transfers_that_are_ready_share_a_link():
     assert done.tolist() == [pytest.approx(x) for x in ([5.5, 6.5, 7.0], [5.0, 9.0, 0.0], [1e3] * 3)]
 
 
+def test_ranks_share_cores_only_while_they_compute():
+    """Two ranks on one core: of the last one's two steps the first meets the other rank's, and the second waits."""
+    far = load("internet")
+    steps, costs = [], []
+    for cores in (0.0, 0.5):
+        asked = given(far.replace(cores=cores), 2, 2**14, "ring", "relay", layout="contiguous")
+        option = compared(asked)[0]
+        _, begun, ended = played(asked, option, backward=False, watched=range(2)).steps
+        steps.append(ended - begun)
+        costs.append(option.cost.forward.work)
+    (own, later), (shared, alone) = steps
+    assert shared == pytest.approx(2 * own, rel=1e-3) and alone == pytest.approx(later, rel=1e-3) and later[1] > 0
+    assert costs[1] == pytest.approx(2 * costs[0])  # a prediction has all ranks compute at once
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(("hosts", "together", "causal"), [(1, 3, False), (2, 2, False), (8, 1, False), (4, 1, True)])
 def test_steps_of_a_large_ring_are_those_of_a_small_one_that_reads_whole_blocks(hosts, together, causal, layout):
@@ -85,6 +101,20 @@ def test_gradients_return_by_the_link_of_the_rank_that_computed_them():
     assert both.finish[0, 0] > both.finish[1, 0]  # gradients arrive where keys came from
     sent = forward.steps[0].max()
     assert both.seconds - forward.seconds > 1.8 * sent  # keys again, then gradients
+
+
+def test_exchanges_wait_for_what_links_carry():
+    """A ring of two, each over two hosts: the first sends keys, and its heads then go by the same link."""
+    asked = given(
+        load("internet").replace(between=Link(1e7, 0.0)), 4, 2**14, "ring", layout="contiguous", sizes=[(2, 2)]
+    )
+    option = compared(asked)[0]
+    run = played(asked, option, backward=False, watched=range(4))
+    arrived, begun, ended = run.steps
+    swap = begun[0, 0]  # heads of queries, keys and values, and later of the output, go in turn
+    sent = arrived[1].max() - swap
+    assert sent > 5 * (ended - begun).max()  # the link decides
+    assert run.finish[0, 0] == pytest.approx(swap + sent + swap, rel=0.02)
 
 
 def test_sums_of_a_block_that_is_passed_on_go_with_it_and_home_from_its_last_holder():
@@ -111,7 +141,7 @@ def simulated(row):
     inside, between = (Link(**measured[name]) for name in ("inside", "between"))
     cpu = load("cpu")
     machine = cpu.replace(
-        gpus=measured["gpus"], start=tuple(measured["start"]), inside=inside, between=between,
+        gpus=measured["gpus"], cores=measured["cores"], start=tuple(measured["start"]), inside=inside, between=between,
         rates={**cpu.rates, **{name: tuple(rate) for name, rate in measured["rates"].items()}},
     )  # fmt: skip
     setting = setting_of(row["setting"], SimpleNamespace(head_dim=32, device="cpu"))
@@ -131,11 +161,11 @@ def simulated(row):
 
 
 def test_calls_between_emulated_hosts_take_what_is_simulated():
-    """Rows of `make test-hosts` have what was calibrated there. The worst are short calls while the cores were busy."""
+    """Rows of `make test-hosts` have what was calibrated there. The worst are short calls, half compute."""
     rows = [row for row in read(ROWS) if "calibrated" in row]
     off = [simulated(row) / row["ms"] - 1 for row in rows]
     within = [np.mean(np.abs(off) < most) for most in (0.2, 0.3)]
-    assert len(off) > 50 and within[0] > 0.85 and within[1] > 0.95, sorted(off)
+    assert len(off) > 50 and within[0] > 0.94 and within[1] > 0.99, sorted(off)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 Measured are attention forward and backward (on CPUs also by the kernel of windows), a matrix product, a copy in memory
 and, under torchrun, the links: within a host between neighbours, between hosts between ranks of the same place. Without
-torchrun the links are those of the shipped description of the device. out=FILE writes elsewhere; give that file as
-machine=FILE.
+torchrun the links are those of the shipped description of the device. Rank 0 measures what one rank computes while the
+others wait; where they share the cores of a CPU, how many compute at once is measured too. out=FILE writes elsewhere;
+give that file as machine=FILE.
 """
 
 import os
@@ -12,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ringattn.predict import BACKWARD
 
 SIZES = {"cpu": (1024, 256, 512), "cuda": (16384, 4096, 8192)}  # tokens of a call, of a window, rows of a product
 HEADS, DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
+OWN_CORES = 0.9  # of the speed of one rank alone: each of those that compute at once has a core of its own
 COPIED = {"cpu": 2**24, "cuda": 2**28}  # bytes of a copy in memory
 BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a transfer
 
@@ -29,6 +32,7 @@ BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a transfer
 class Options:
     out: str | None = option(None, f"the file to write; by default {OWN.name} in ~/.cache/ringattn, which plans find")
     repeats: int = option(5, "timed calls of each kind", least=1)
+    head_dim: int = option(0, f"of your heads; 0: {DIM['cpu']} on a CPU, {DIM['cuda']} on a GPU", least=0)
 
 
 def run(options: Options) -> int:
@@ -46,9 +50,7 @@ def run(options: Options) -> int:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if not many or dist.get_rank() == 0:
         writable(path)
-    machine = measured(device, options.repeats)
-    if many:
-        machine = linked(machine, device, options.repeats)
+    machine = (among_ranks if many else measured)(device, options.repeats, options.head_dim)
     if not many or dist.get_rank() == 0:
         write(machine, path)
         print(f"{machine.name}: {machine.source}\nwrote {path} in {time.perf_counter() - began:.0f} s")
@@ -57,36 +59,50 @@ def run(options: Options) -> int:
     return 0
 
 
-def measured(device: str, repeats: int) -> Machine:
-    """This rank alone."""
+def among_ranks(device: str, repeats: int, head_dim: int = 0) -> Machine:
+    """What rank 0 measures while the others wait, then the links and cores that all share: the same on every rank."""
+    import torch.distributed as dist
+
+    alone: list[Any] = [measured(device, repeats, head_dim) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(alone)
+    machine = linked(alone[0], device, repeats)
+    return machine.replace(cores=cores(machine.gpus, repeats, head_dim)) if device == "cpu" else machine
+
+
+def attention(device: str, head_dim: int, tokens: int, window: int | None = None) -> list[Callable[[], Any]]:
+    """A forward pass, and one with backward."""
     import torch
 
     import ringattn as ra
 
-    base, dtype = of_device(device), torch.bfloat16 if device == "cuda" else torch.float32
-    long, window, rows = SIZES[device]
+    sizes = 1, tokens, HEADS[device], head_dim or DIM[device]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (torch.randn(sizes, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    dout, forward = torch.ones_like(q), partial(ra.attention, q, k, v, spec=ra.AttentionSpec(window=window))
+    return [forward, lambda: torch.autograd.grad(forward(), (q, k, v), dout)]
 
-    def attention(tokens: int, sees: int | None = None) -> tuple[float, float]:
+
+def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
+    """This rank alone."""
+    import torch
+
+    base, (long, window, rows) = of_device(device), SIZES[device]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def passes(tokens: int, sees: int | None = None) -> tuple[float, float]:
         """Seconds of a call, forward and backward."""
-        q, k, v = (torch.randn(1, tokens, HEADS[device], DIM[device], dtype=dtype, device=device, requires_grad=True)
-                   for _ in range(3))  # fmt: skip
-        dout, spec = torch.ones_like(q), ra.AttentionSpec(window=sees)
-
-        def both() -> None:
-            torch.autograd.grad(ra.attention(q, k, v, spec=spec), (q, k, v), dout)
-
-        forward = timed(lambda: ra.attention(q, k, v, spec=spec), repeats)
-        return forward, max(1e-9, timed(both, repeats) - forward)
+        forward, both = (timed(call, repeats) for call in attention(device, head_dim, tokens, sees))
+        return forward, max(1e-9, both - forward)
 
     def rate(seconds: tuple[float, float], pairs: float) -> tuple[float, float]:
-        flops = 4 * HEADS[device] * DIM[device] * pairs / 1e12
+        flops = 4 * HEADS[device] * (head_dim or DIM[device]) * pairs / 1e12
         return flops / max(1e-9, seconds[0] - start[0]), BACKWARD * flops / max(1e-9, seconds[1] - start[1])
 
-    start, longest = attention(8), attention(long)
+    start, longest = passes(8), passes(long)
     name = "bfloat16" if device == "cuda" else "float32"
     rates = {**base.rates, name: rate(longest, long * (long + 1) / 2)}
     if device == "cpu":  # another kernel serves what is no few rectangles; those of GPUs have rates of their own
-        rates[f"tiled/{name}"] = rate(attention(long, window), (long - window / 2) * window)
+        rates[f"tiled/{name}"] = rate(passes(long, window), (long - window / 2) * window)
     x = torch.randn(rows, rows, dtype=dtype, device=device)
     product = 2 * rows**3 / timed(lambda: x @ x, repeats)
     big = torch.empty(COPIED[device], dtype=torch.uint8, device=device)
@@ -99,7 +115,7 @@ def measured(device: str, repeats: int) -> Machine:
         arch = torch.cuda.get_device_capability()
     return base.replace(
         name=f"{chip or 'CPU'} of {platform.node()}", chip=chip, rates=rates, products=product / 1e12, bandwidth=copy,
-        start=start, memory=float(memory), arch=arch,
+        start=start, memory=float(memory), arch=arch, cores=0.0,
         source="measured by ringattn calibrate, but for the links",
     )  # fmt: skip
 
@@ -127,8 +143,6 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
     import torch
     import torch.distributed as dist
 
-    from ringattn.launch.bench.timing import median_ms
-
     rank = dist.get_rank()
     first, index = rank // among * among, rank % among
     after, before = first + (index + shift) % among, first + (index - shift) % among
@@ -142,20 +156,48 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
             for work in dist.batch_isend_irecv(moves):
                 work.wait()
 
-        def slowest() -> float:
-            seconds = torch.tensor([median_ms(move, 1, warmup=0) / 1e3], device=device)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            return float(seconds)
-
-        return statistics.median(slowest() for _ in range(repeats + 1))
+        return slowest(move, device, repeats)
 
     latency = moved(64)
     bandwidth = BYTES[device] / max(1e-6, moved(BYTES[device]) - latency)
     return Link(bandwidth * min(sharing, gpus), latency, sharing)  # what one sender alone would get
 
 
-def timed(call: Callable[[], Any], repeats: int) -> float:
-    """The median in seconds; all ranks start together."""
+def cores(gpus: int, repeats: int, head_dim: int) -> float:
+    """How many ranks of a host compute at once as fast as one alone; 0 if all do."""
+    import torch.distributed as dist
+
+    call = attention("cpu", head_dim, SIZES["cpu"][0])[1]
+    alone: list[Any] = [timed(call, repeats) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(alone)
+    share = float(alone[0] / slowest(call, "cpu", repeats))
+    return gpus * share if share < OWN_CORES else 0.0
+
+
+def slowest(call: Callable[[], Any], device: str, repeats: int) -> float:
+    """The median in seconds of the slowest rank, if all start together."""
+    import torch
+    import torch.distributed as dist
+
     from ringattn.launch.bench.timing import median_ms
 
-    return median_ms(call, repeats, warmup=1) / 1e3
+    def once() -> float:
+        seconds = torch.tensor([median_ms(call, 1, warmup=0) / 1e3], device=device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return float(seconds)
+
+    return statistics.median(once() for _ in range(repeats + 1))
+
+
+def timed(call: Callable[[], Any], repeats: int) -> float:
+    """The median in seconds, of this rank alone."""
+    from ringattn.launch.bench.timing import finish
+
+    def once() -> float:
+        finish()
+        start = time.perf_counter()
+        call()
+        finish()
+        return time.perf_counter() - start
+
+    return statistics.median([once() for _ in range(repeats + 1)][1:])

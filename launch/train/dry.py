@@ -105,6 +105,7 @@ def step_seconds(config: Train, plan: Plan, machine: Machine, ranks: int, flops:
     inner = model.head_dim(m) * m.heads * config.strategy.data
     others = flops - 12.0 * inner * (m.layers // m.softmax_every) * pairs
     slower = ITEMS[config.precision] / 2 if machine.device != "cpu" else 1.0  # float32 products take twice as long
+    slower *= machine.crowd(ranks)
     return attention + slower * max(0.0, others) * (1 + again / 3) / ranks / (machine.products * 1e12)
 
 
