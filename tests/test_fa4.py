@@ -288,6 +288,10 @@ def test_a_backward_pass_of_pieces_of_documents_takes_packed_sequences(fa4_here)
     assert calls((1000, 0, 10), (1000, 0, 20), (1000, 0, 30), (1096, 0, 40)) == listed, "four pieces"
     assert calls((2096, 0, 20), (1000, 10, 30), (1000, 25, 40)) == listed, "keys that some share, not from their first"
 
+    begin, end = np.repeat([[0, 10]], T // 2, 1), np.repeat([[10, 30]], T // 2, 1)
+    alone = intervals(begin, end, True)._replace(host=None, made=None)
+    assert all(len(fa4.rectangles_of(alone, q, k, k, way)) == 1 for way in (False, True)), "nothing on the host"
+
 
 def test_threads_call_fa4_one_after_the_other(fa4_here, monkeypatch) -> None:
     """Its compiler keeps what it works on in the module, and mixes up what two threads compile."""

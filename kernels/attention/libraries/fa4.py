@@ -150,8 +150,9 @@ def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
 
 def are_full(where: Intervals, q_BTHD: Tensor) -> bool:
     """Whether many queries see a few runs of keys whole."""
-    few = where.rectangles is not None and len(where.rectangles) > 1 and all(x.mask is False for x in where.rectangles)
-    return few and q_BTHD.shape[0] == 1 and q_BTHD.shape[1] >= SPLIT
+    if where.rectangles is None or where.host is None or q_BTHD.shape[0] > 1 or q_BTHD.shape[1] < SPLIT:
+        return False
+    return len(where.rectangles) > 1 and all(x.mask is False for x in where.rectangles)
 
 
 def apart(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
