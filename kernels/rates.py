@@ -12,7 +12,8 @@ dims have the rates of the larger one. The masks are
 A row holds the useful TFLOP/s of long sequences in 16 bits, forward and backward. `ringattn tune what=rates` measures
 them; benchmarks/rates-h200.jsonl and rates-h100.jsonl have the runs behind this table. An H100 gives the same as an
 H200 within 3%. At head dim 256 and at 192x128 the rows are the mean of both, which differ by up to a fifth: backward at
-256, FlashAttention-4 and cuDNN are equal on an H200, and cuDNN is a third faster on an H100.
+256, FlashAttention-4 and cuDNN are equal on an H200, and cuDNN is a third faster on an H100. With a softcap those rows
+are an H200's.
 """
 
 import json
@@ -69,6 +70,22 @@ RATES: dict[str, tuple[float, float]] = {
     "sm90/fa4/short/192x128": (373, 284),
     "sm90/fa4/rectangles/64/softcap": (219, 202),
     "sm90/fa4/rectangles/128/softcap": (314, 401),
+    "sm90/triton/rectangles/256/softcap": (370, 100),
+    "sm90/triton/packed/256/softcap": (323, 100),
+    "sm90/triton/long/256/softcap": (355, 99),
+    "sm90/triton/short/256/softcap": (218, 86),
+    "sm90/triton/rectangles/192x128/softcap": (290, 76),
+    "sm90/triton/packed/192x128/softcap": (257, 73),
+    "sm90/triton/long/192x128/softcap": (287, 77),
+    "sm90/triton/short/192x128/softcap": (172, 60),
+    "sm90/fa4/rectangles/256/softcap": (468, 354),
+    "sm90/fa4/packed/256/softcap": (422, 318),
+    "sm90/fa4/long/256/softcap": (445, 342),
+    "sm90/fa4/short/256/softcap": (349, 223),
+    "sm90/fa4/rectangles/192x128/softcap": (364, 387),
+    "sm90/fa4/packed/192x128/softcap": (326, 349),
+    "sm90/fa4/long/192x128/softcap": (343, 376),
+    "sm90/fa4/short/192x128/softcap": (228, 247),
 }
 
 
