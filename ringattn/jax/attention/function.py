@@ -259,13 +259,13 @@ def in_groups_bwd(call: Call, groups: int, saved: tuple[Any, ...], given: tuple[
         return ulysses.enter(of_heads(sent, group, groups, axis.size), axis)
 
     def work(group: Any, here: list[Array]) -> tuple[Any, Any, Any]:
-        (ready, *rows), keys = jax.tree.unflatten(form, [*here, *once])
-        grads = gradients(step_of(*keys, mask, starts, heads), keys, ready, rows)
-        return [x.astype(y.dtype) for x, y in zip(grads[:each], keys, strict=False)], (), grads[each:]
+        (ready, *rows), (q, k, v) = jax.tree.unflatten(form, [*here, *once])
+        grads = gradients(step_of(q, k, v, mask, starts, heads), (q, k, v), ready, rows)
+        return [x.astype(y.dtype) for x, y in zip(grads[:each], (q, k, v), strict=False)], (), grads[each:]
 
     leave = partial(ulysses.leave, axis=axis)
     home, _, sums = one_ahead(bring, work, leave, groups, axis.size)
-    dq, dk, dv = [*home, *landed(leave([x.astype(y.dtype) for x, y in zip(sums, (k, v), strict=False)]))]
+    dq, dk, dv = home + landed(leave([x.astype(y.dtype) for x, y in zip(sums, (k, v), strict=False)]))
     return (dq, dk, dv, dsinks), None
 
 

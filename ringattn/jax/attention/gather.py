@@ -21,7 +21,7 @@ def gather_forward(
     """Attention of this device's queries over all keys, brought into their global order."""
     groups = groups_of(recipe)
 
-    def work(group: Any, keys: list[Array]) -> tuple[Any, Any]:
+    def work(group: Any, keys: list[Array]) -> tuple[Any, Any, Any]:
         q_here, carry = of_heads((q, start), group, groups)
         return (), Partial(*score.attend(q_here, *in_order(keys, sight), sight.everywhere, carry=carry)), ()
 
@@ -39,7 +39,7 @@ def gather_backward(
     groups, axis = groups_of(recipe), recipe.plan.ring_axis
     axis = axis.rotating if groups > 1 or (recipe.plan.device == "tpu" and axis.size > 1) else axis
 
-    def work(group: Any, keys: list[Array]) -> tuple[Any, Any]:
+    def work(group: Any, keys: list[Array]) -> tuple[Any, Any, Any]:
         q_here, rows_here = of_heads((q, rows), group, groups)
         dq, *grads = score.attend_backward(q_here, *in_order(keys, sight), sight.everywhere, *rows_here)
         return grads, dq, ()

@@ -17,7 +17,7 @@ from ringattn.kernels.varying import axes_of, vary
 
 
 def one_ahead(
-    bring: Callable[[Any], list[Any]], work: Callable[[Any, list[Any]], tuple[Any, Any]],
+    bring: Callable[[Any], list[Any]], work: Callable[[Any, list[Any]], tuple[Any, Any, Any]],
     send: Callable[[Any], list[Any]], groups: int, ranks: int = 1,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """What came home and what stays here, the heads of all groups side by side, and the sum of what they share.
