@@ -227,8 +227,10 @@ def test_temporaries_shrink_with_the_ranks():
 @pytest.mark.compile
 def test_a_backward_pass_of_long_shards_hides_its_hops_and_holds_no_copies():
     """Short shards do not show it: copies in each step took twice the memory, and one hop waited for them."""
-    found = ra.aot_report("v5e:2x4", ra.Plan(8 * 8192, 8, 1, "ring", "zigzag", heads=(8, 2), head_dim=128)).backward
-    assert found.temporaries <= 2.7 * found.arguments and not found.exposed, str(found)
+    found = ra.aot_report("v5e:2x4", ra.Plan(8 * 8192, 8, 1, "ring", "zigzag", heads=(8, 2), head_dim=128))
+    forward, backward = found.programs
+    assert forward.temporaries <= 0.5 * forward.arguments, str(forward)  # the result is added to in place
+    assert backward.temporaries <= 2.4 * backward.arguments and not backward.exposed, str(backward)
 
 
 @needs_compiler

@@ -129,6 +129,7 @@ def test_the_blocks_of_the_tpu_kernel_are_the_plans_choice():
         text = str(jax.make_jaxpr(lambda *x, plan=plan: ra.attention(*x, plan))(*x))
         sizes = set(map(int, re.findall(r"Blocked\(block_size=(\d+)\)", text)))
         assert sizes == {1, 8, 2, 256, *own}  # values lie in 2 columns of 256 keys
+        assert "input_output_aliases=((2, 0), (3, 1))" in text  # out and lse are added to in place
     expect(["blocks=(100, 128)", "multiple of 128"], lambda: ra.plan(mesh, seq_len=32, blocks=(100, 128)))
     expect(["blocks=(128, 128)", "TPU kernel"], lambda: ra.plan(seq_len=32, blocks=(128, 128)))
     expect(["blocks=(128, 128)", "reference"], lambda: ra.attention(*x, plan.replace(kernel="auto", blocks=(128, 128))))

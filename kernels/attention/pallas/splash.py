@@ -78,7 +78,10 @@ def attend(
     q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, *, scale: float, softcap: float | None = None,
     carry: Partial | None = None, **how: Any,
 ) -> Partial:  # fmt: skip
-    """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `how` to run is as for `setup_of`."""
+    """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `how` to run is as for `setup_of`.
+
+    `carry` gives its memory to the result: a query block is read before it is written, and by no other.
+    """
     k_BSGD, _, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
     setup = setup_of((q_BTHD, k_BSGD, v_BSGV), where, carry, **how)
     (_, H, T, _), V, bq = setup.q.shape, v_BSGV.shape[3], setup.blocks.q
@@ -99,6 +102,7 @@ def attend(
         scratch=[((n, bq), jnp.float32) for n in (1, 8, V)]
         + [((size.ahead + 1, size.keys, size.queries), jnp.float32)],
         products=2,
+        onto={1: 0, 2: 1} if carried else None,
     )
     out, lse = (jnp.einsum("bhxt->bthx", x[..., : q_BTHD.shape[1]]) for x in (out, lse))
     return Partial(out, lse[..., 0])
