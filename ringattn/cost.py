@@ -1,7 +1,7 @@
 """What a plan computes and moves: pairs, bytes, groups of heads. Plain Python and numpy; predict.py has the times."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from typing import Any
@@ -156,6 +156,19 @@ def kv_heads_of_a_rank(kv_heads: int, ulysses: int) -> int:
     return kv_heads * replicas(kv_heads, ulysses) // ulysses
 
 
+def may_group(groups: int, heads: int, kv_heads: int, ring: int) -> bool:
+    """Whether a rank's heads can be cut into so many groups, each with as many key heads of its own.
+
+    Groups of queries share a rank's only key head, which travels once, with the first; but not round a ring.
+    """
+    return kv_heads % groups == 0 or (kv_heads == ring == 1 and heads % groups == 0)
+
+
+def heads_of_group(heads: int, kv_heads: int, ulysses: int, groups: int) -> tuple[int, int]:
+    """The query and the key heads of one group on one rank."""
+    return heads // ulysses // groups, max(1, kv_heads_of_a_rank(kv_heads, ulysses) // groups)
+
+
 def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple[int, int]) -> int:
     """The bytes that a rank sends in forward and no step hides: Ulysses' exchanges both ways, and gathered keys.
 
@@ -172,12 +185,11 @@ MOST_GROUPS = 4
 MORE_LATENCIES, MORE_WORK = 12, 0.0052
 
 
-def groups_of(shape: Shape, sent: int, ranks: int, kv_heads: int, machine: Machine, link: Link) -> int:
-    """How many groups to cut a rank's heads into, so that one group travels while another is computed.
+def groups_of(shape: Shape, sent: int, ranks: int, possible: Iterable[int], machine: Machine, link: Link) -> int:
+    """In which possible number of groups to cut a rank's heads, so that one travels while another is computed.
 
     Each group costs launches, and smaller groups fill a GPU less well.
     """
     attending = shape.flops_a_pair * shape.seq_len * shape.key_len / 2 / ranks / machine.flops(shape.itemsize, ranks)
     more = MORE_LATENCIES * link.latency + MORE_WORK * attending
-    possible = [n for n in range(1, MOST_GROUPS + 1) if kv_heads % n == 0]
     return min(possible, key=lambda n: link.transfer(sent, ranks) / n + n * more)

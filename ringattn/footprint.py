@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.cost import Course, Shape, kv_heads_of_a_rank
+from ringattn.cost import Course, Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.planning import Plan
 from ringattn.recipe import LONG, backward_order
 
@@ -88,7 +88,8 @@ class Parts:
 def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, narrow: bool) -> float:
     """Bytes of the rank that holds most. `grads` is the size of gradients that travel over that of keys."""
     item, groups = shape.itemsize, plan.groups_for(shape) if plan.swaps else 1
-    heads, kv_heads = shape.heads / plan.ulysses / groups, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) / groups
+    heads, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
+    shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < groups
     both, batch = shape.head_dim + shape.value_dim, shape.batch
     each = Sizes(
         batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item, batch * kv_heads * both * item,
@@ -101,12 +102,12 @@ def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, nar
     given += shape.kv_bytes(plan.keys.local_len, shape.kv_heads)
     lse = local * batch * shape.heads * (4 if item == 2 else 8)
     if plan.ulysses > 1:  # what entered is kept
-        given += groups * (n * (each.q + each.out) + keys * each.kv)
+        given += groups * n * (each.q + each.out) + (1 if shared else groups) * keys * each.kv
     live = Live(np.full(len(steps.ranks), float(given + lse)))
     if plan.strategy == "gather" and plan.ring > 1:
         gathered(live, plan, each, groups)
     elif plan.ulysses > 1:
-        exchanged(live, plan, each, groups, steps)
+        exchanged(live, plan, each, groups, steps, shared)
     else:
         ringed(live, plan, each, steps)
     return float(live.most.max())
@@ -232,13 +233,15 @@ def computed(
     return made
 
 
-def exchanged(live: Live, plan: Plan, each: Sizes, groups: int, steps: Course) -> None:
+def exchanged(live: Live, plan: Plan, each: Sizes, groups: int, steps: Course, shared: bool) -> None:
     """Heads enter, are computed and leave; while one group is computed, the next enters and the one before leaves."""
     n, keys, away = plan.tokens.shard_len, plan.keys.tokens.shard_len, (plan.ulysses - 1) / plan.ulysses
-    dout, grads = n * each.out, n * each.q + keys * each.kv
+    of_keys, dout = keys * each.kv, n * each.out
+    grads = n * each.q + of_keys * (not shared)
     whole_ring, left = Live(0 * live.now), 0.0
     ringed(whole_ring, plan, each, steps)
     live.take(dout * (1 + away))  # with the packed part of other ranks
+    live.take(of_keys * each.exact * shared)  # sums over the groups
     for g in range(groups):
         if g + 1 < groups:
             live.take(dout * (1 + away))
@@ -249,6 +252,7 @@ def exchanged(live: Live, plan: Plan, each: Sizes, groups: int, steps: Course) -
         live.free(left)
         left = grads * (1 + away)
         live.free(prepared(each, n) + dout)
+    live.take(of_keys * (2 + away) * shared)  # in the dtype of the inputs, what leaves, and room
 
 
 def gathered(live: Live, plan: Plan, each: Sizes, groups: int) -> None:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ringattn.cost import Shape, exchanged, groups_of, kv_heads_of_a_rank
+from ringattn.cost import MOST_GROUPS, Shape, exchanged, groups_of, heads_of_group, may_group
 from ringattn.layout import MAKERS, Layout
 from ringattn.machine import Link, Machine, assumed
 from ringattn.ranks import NOT_HERE, Ranks
@@ -112,7 +112,7 @@ class Plan(Value):
             raise_if(heads_problem(*self.heads, ulysses=self.ulysses, ring=self.ring))
         raise_if(self._transport_problem())
         if self.heads is not None:
-            raise_if(groups_problem(self.transport.groups, self.heads[1], self.ulysses))
+            raise_if(groups_problem(self.transport.groups, self.heads, self.ulysses, self.ring))
         if self.framework == "jax":
             self._check_positions()
         compared = [getattr(self, name) for name, f in fields(self).items() if f.compare]
@@ -302,9 +302,10 @@ class Plan(Value):
             return self.transport.groups
         if not self.hides_groups:
             return 1
-        kv_heads = kv_heads_of_a_rank(shape.kv_heads, self.ulysses)
+        heads = heads_of_group(shape.heads, shape.kv_heads, self.ulysses, 1)
+        possible = [n for n in range(1, MOST_GROUPS + 1) if may_group(n, *heads, self.ring)]
         link = self.link if self.strategy == "gather" else self.machine.inside
-        return groups_of(shape, self.exchanged(shape), self.ring * self.ulysses, kv_heads, self.machine, link)
+        return groups_of(shape, self.exchanged(shape), self.ring * self.ulysses, possible, self.machine, link)
 
     def blocks_at_once(self, nbytes: int) -> int:
         """As much as how many blocks, of that many bytes, a step of the direct route brings.

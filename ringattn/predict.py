@@ -253,7 +253,7 @@ def one_pass(
     slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
     work = steps.pairs * (slower * flops / ulysses / rate) + machine.launch[back] * (steps.pairs > 0)
     work = work * machine.crowd(ring * ulysses)
-    swap_near, swap_far, within, between = 0.0, 0.0, 0.0, 0.0
+    swap_near, swap_far, within, between, total = 0.0, 0.0, 0.0, 0.0, 0.0
     if plan.strategy == "gather" and ring > 1:
         local = max(1, min(gpus // ulysses, ring))
         block = plan.keys.tokens.shard_len * token_bytes
@@ -273,7 +273,9 @@ def one_pass(
     if swap:
         late = 2 * (machine.between.latency if swap_far else machine.inside.latency)
         groups = plan.groups_for(shape)
-        seconds = max(seconds + (swap + late) / groups, swap + late + seconds / groups)
+        once = kv_heads_of_a_rank(shape.kv_heads, ulysses) < groups  # keys, with the first group
+        ends = 1 - (1 - 1 / groups) * (shape.q_bytes(plan.local_len) / total if once else 1)
+        seconds = max(seconds + (swap + late) * ends, swap + late + seconds / groups)
         seconds += (groups - 1) * len(steps.passed) * machine.launch[back] + machine.exchange[back]
     within, between = within + swap_near, between + swap_far
     times = machine.inside.transfer(within, sending), machine.between.transfer(between, sending)

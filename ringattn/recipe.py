@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ringattn.bands import work_of
-from ringattn.cost import Shape, kv_heads_of_a_rank
+from ringattn.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.kernels import TABLE, Kernel, Problem, select
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.rates import FEW, mask_of
@@ -88,7 +88,7 @@ class Recipe:
     @property
     def gathers(self) -> bool:
         """Whether all keys arrive at once, before the only step."""
-        return self.plan.strategy == "gather"
+        return self.plan.strategy == "gather" and self.plan.ring > 1
 
     @cached_property
     def groups(self) -> int:
@@ -98,8 +98,12 @@ class Recipe:
     @property
     def heads(self) -> tuple[int, int]:
         """The query and the key heads of one group on one rank."""
-        size, shape = self.plan.ulysses, self.shape
-        return shape.heads // size // self.groups, kv_heads_of_a_rank(shape.kv_heads, size) // self.groups
+        return heads_of_group(self.shape.heads, self.shape.kv_heads, self.plan.ulysses, self.groups)
+
+    @property
+    def shares(self) -> bool:
+        """Whether the groups share a rank's only key head, which travels once."""
+        return kv_heads_of_a_rank(self.shape.kv_heads, self.plan.ulysses) < self.groups
 
     @property
     def narrow(self) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ringattn.cost import kv_heads_of_a_rank
+from ringattn.cost import heads_of_group, may_group
 from ringattn.spec import whole
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -75,13 +75,12 @@ def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> 
     return None
 
 
-def groups_problem(groups: int | None, kv_heads: int, ulysses: int) -> str | None:
-    """Every group has equally many key heads of each rank."""
-    if groups is None:
+def groups_problem(groups: int | None, heads: tuple[int, int], ulysses: int, ring: int) -> str | None:
+    """Every group has equally many heads of each rank."""
+    if groups is None:  # of heads that a compiler may trace
         return None
-    here = kv_heads_of_a_rank(kv_heads, ulysses)
-    if isinstance(groups, int) and groups > 0 and here % groups == 0:
+    here = heads_of_group(*heads, ulysses, 1)
+    if isinstance(groups, int) and groups > 0 and may_group(groups, *here, ring):
         return None
-    return (
-        f"groups={groups!r} does not divide the {here} key heads that a rank attends to; leave it out, or use groups=1"
-    )
+    which = f"{here[0]} query heads of a rank" if here[1] == ring == 1 else f"{here[1]} key heads of a rank"
+    return f"groups={groups!r} does not divide the {which}; leave it out, or use groups=1"

@@ -107,15 +107,14 @@ class SharedRecipe(Recipe):
 
     def lines(self) -> Iterator[str]:
         kernel, route = self.chosen[0], self.route
-        gathers = self.gathers and self.plan.ring > 1
-        travels = gathers or bool(route.hops)
+        travels = self.gathers or bool(route.hops)
         yield from self.head("each rank r of the ring, in one program")
         yield f"forward: kernel {kernel.name}{f'; keys and values travel in {self.dtype}' * travels}"
-        yield from ["  step 1: all keys, which come at once"] if gathers else self.steps(route.forward)
+        yield from ["  step 1: all keys, which come at once"] if self.gathers else self.steps(route.forward)
         if not self.gradients:
             return
         yield f"backward: kernel {kernel.name}{f'; the same, and their gradients in {self.wide}' * travels}"
-        if gathers:
+        if self.gathers:
             yield "  step 1: all keys, which come at once; then their gradients are added up and scattered home"
         elif not travels:
             yield from self.steps(route.forward)

@@ -89,7 +89,7 @@ def test_blocks_are_written_queries_x_keys(capsys):
 HOP, HEADS = "collective-permute", "all-to-all"
 SENT = [  # on each generation; of rings see below, too
     ("v6e:2x4", "ulysses", 1, {HEADS}),
-    ("v6e:2x4", "ulysses", 2, {HOP}),
+    ("v6e:2x4", "one key head", 4, {HOP}),  # of a rank, as Llama's eight under Ulysses 8
     ("v6e:2x4", "usp", 1, {HOP, HEADS}),
     ("v6e:2x4", "usp", 2, {HOP}),
     ("v4:2x2x2", "ulysses", 2, {HOP}),
@@ -103,9 +103,12 @@ SENT = [  # on each generation; of rings see below, too
 @pytest.mark.compile
 @pytest.mark.parametrize(("topology", "strategy", "groups", "kinds"), SENT)
 def test_every_strategy_sends_something_and_groups_of_heads_hide_all_but_the_ends(topology, strategy, groups, kinds):
-    ring, ulysses = {"ulysses": (1, 4), "usp": (4, 2), "gather": (8, 1)}[strategy]
-    strategy = "ring" if strategy == "usp" else strategy
-    plan = ra.Plan(8192, ring, ulysses, strategy, "contiguous", heads=(8, 8), head_dim=128)
+    ring, ulysses = {"ulysses": (1, 4), "one key head": (1, 8), "usp": (4, 2), "gather": (8, 1)}[strategy]
+    heads, once = (8, 8), 0  # bytes of a rank's only key head, which it sends with the first group
+    if strategy == "one key head":
+        heads, once = (32, 8), 2 * 7 * 8192 // 8 * 128 * 2
+    strategy = {"usp": "ring", "one key head": "ulysses"}.get(strategy, strategy)
+    plan = ra.Plan(8192, ring, ulysses, strategy, "contiguous", heads=heads, head_dim=128)
     plan = plan.replace(transport=plan.transport.replace(groups=groups))
     found = ra.aot_report(topology, plan, docs=ra.Docs.from_lengths([5000, 3192]))
     assert found.forward.sent and found.backward.sent > found.forward.sent
@@ -114,6 +117,8 @@ def test_every_strategy_sends_something_and_groups_of_heads_hide_all_but_the_end
         for program in (found.forward, found.backward):
             assert all(t.times == 1 for t in program.exposed), str(program)
             assert sum(t.times >= groups for t in program.transfers) > len(program.exposed) / 2, str(program)
+        ends = once + (found.forward.sent - once) / (groups + 1)  # of the first and the last group
+        assert sum(t.bytes for t in found.forward.exposed) <= ends, str(found.forward)
 
 
 @needs_compiler

@@ -183,6 +183,8 @@ IN_GROUPS = [
     for ring, ulysses, strategy, layout, heads, kv_heads, groups in (
         (1, 4, "ulysses", "contiguous", 16, 8, 2),
         (1, 4, "ulysses", "contiguous", 12, 6, 3),  # key heads are repeated
+        (1, 4, "ulysses", "contiguous", 16, 4, 4),  # all groups of a rank share one key head, which travels once
+        (1, 4, "gather", "contiguous", 8, 2, 2),  # and that is a copy
         (4, 1, "gather", "striped", 8, 4, 4),
         (2, 2, "gather", "zigzag", 8, 4, 2),
         (2, 2, "ring", "zigzag", 8, 4, 2),
@@ -199,6 +201,7 @@ def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
     """With our kernel: the rounding of torch's own for CPUs depends on how many heads there are."""
     given = oracle.inputs(case, torch.float32)
     truth = oracle.dense(case, given)
+    summed = {"dk", "dv"} if case.kv_heads <= case.ulysses else set()  # over the groups, which rounds differently
 
     def one_rank(mesh):
         axes = [mesh.axis(name) for name in ("ring", "ulysses") if mesh.sizes[name] > 1]
@@ -208,10 +211,10 @@ def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
 
     results = run_ranks(one_rank, ring=case.ring, ulysses=case.ulysses)
     for rank, (whole, grouped, before, more, errors) in enumerate(results):
-        for name in errors:
+        for name in errors.keys() - summed:
             assert torch.equal(whole[name].nan_to_num(), grouped[name].nan_to_num()), f"{case} rank {rank}: {name}"
         assert before == more and max(errors.values()) <= LIMIT, f"{case} rank {rank}: {errors}, {before} {more} bytes"
-    if case.sinks:  # which heads a rank has depends on the groups, and so does its share
+    if case.sinks:
         total = sum(grouped["dsinks"].double() for _, grouped, *_ in results)
         assert oracle.error(total, truth["dsinks"], float(truth["dsinks"].norm())) <= LIMIT
 

@@ -100,7 +100,11 @@ def test_equals_dense_float64(case):
 
 @pytest.mark.parametrize(
     "name",
-    ["all_at_once-ring2x2-zigzag", pytest.param("all_at_once-gather4x1-striped", marks=pytest.mark.slow)],
+    [
+        "all_at_once-ring2x2-zigzag",
+        "all_at_once-ulysses1x4-contiguous",  # the groups share a rank's only key head
+        pytest.param("all_at_once-gather4x1-striped", marks=pytest.mark.slow),
+    ],
 )
 def test_heads_in_groups_equal_dense_float64(name):
     """One group arrives, and the results of another leave, beside a third: the heads must come home in their order."""

@@ -115,7 +115,7 @@ def test_gather_has_no_route():
     assert "-0.000" not in text and "gloo" not in text
 
 
-@pytest.mark.parametrize(("kv_heads", "groups", "far"), [(8, 2, 2), (16, 2, 4), (12, 3, 3), (4, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize(("kv_heads", "groups", "far"), [(8, 2, 2), (16, 2, 4), (12, 3, 3), (4, 2, 4), (2, 2, 4)])
 def test_heads_are_exchanged_in_as_many_groups_as_save_time(kv_heads, groups, far):
     def one_rank(mesh, seq_len, machine):
         mesh.device_type = "cuda"
@@ -138,8 +138,13 @@ def test_groups_that_cannot_be_are_refused():
     def one_rank(mesh, **choices):
         return ra.plan(mesh, seq_len=64, heads=(8, 4), head_dim=8, **choices)
 
-    with pytest.raises(ValueError, match="groups=3 does not divide the 2 key heads that a rank attends to; leave it"):
-        run(lambda mesh: one_rank(mesh, transport=ra.Transport(groups=3)), ulysses=2)
+    three = ra.Transport(groups=3)
+    with pytest.raises(ValueError, match="groups=3 does not divide the 2 key heads of a rank; leave it out"):
+        run(lambda mesh: one_rank(mesh, transport=three), ulysses=2)
+    with pytest.raises(ValueError, match="groups=3 does not divide the 2 query heads of a rank; leave it out"):
+        run(lambda mesh: one_rank(mesh, transport=three), ulysses=4)
+    with pytest.raises(ValueError, match="groups=3 does not divide the 1 key heads of a rank; leave it out"):
+        run(lambda mesh: one_rank(mesh, transport=three), ring=2, ulysses=4)
     with pytest.raises(ValueError, match="groups=2 is for Ulysses and gather"):
         run(lambda mesh: one_rank(mesh, transport=ra.Transport(groups=2), strategy="ring"), ring=2)
 

@@ -60,8 +60,8 @@ def data() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def planned(mesh) -> ra.Plan:
-    return ra.plan(mesh, seq_len=T, heads=(4, 2), head_dim=8, layout="zigzag", strategy="ring")
+def planned(mesh, **choices) -> ra.Plan:
+    return ra.plan(mesh, seq_len=T, heads=(4, 2), head_dim=8, layout="zigzag", strategy="ring", **choices)
 
 
 def trained(model: nn.Module, call, plan=None) -> list[Tensor]:
@@ -80,7 +80,10 @@ def plain_arrays(*results: list[Tensor]) -> list[list[np.ndarray]]:
 
 
 def compiled_and_not(ring: int, ulysses: int, dynamic: bool | None) -> list[list[np.ndarray]]:
-    plan = planned(ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")) if dist.is_initialized() else None
+    plan = None
+    if dist.is_initialized():
+        mesh, groups = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu"), 2 if ulysses > 1 else None
+        plan = planned(mesh, transport=ra.Transport(groups=groups))
     model = Small(plan)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     return plain_arrays(trained(model, model, plan), trained(model, compiled, plan))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ringattn import choosing
 from ringattn.bands import families
 from ringattn.choosing import elsewhere, factored
-from ringattn.cost import kv_heads_of_a_rank, seen_pairs
+from ringattn.cost import heads_of_group, seen_pairs
 from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.commands.packed import MIXES, holdings, lengths_of
 from ringattn.launch.words import option
@@ -237,5 +237,5 @@ def blocks_at_once(plan: Plan) -> int:
     shape = plan.shape(itemsize=4 if plan.device == "cpu" else 2)
     if shape is None:
         return plan.transport.together or 1
-    kv_heads = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) // plan.groups_for(shape)
+    _, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, plan.groups_for(shape))
     return plan.blocks_at_once(shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads))

@@ -59,7 +59,7 @@ def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
     problem = heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring)
     if problem:
         return of_exchanged(q, k, plan) or problem
-    return groups_problem(plan.transport.groups, heads[1], plan.ulysses)
+    return groups_problem(plan.transport.groups, heads, plan.ulysses, plan.ring)
 
 
 def of_exchanged(q: Any, k: Any, plan: Plan) -> str:

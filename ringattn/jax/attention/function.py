@@ -169,12 +169,13 @@ def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]
     real = real_tokens(plan, starts[0], call.docs_padded)
     same_keys = plan.keys is plan and starts[1] is None
     real_keys = real if same_keys else real_tokens(plan.keys, starts[1], call.key_docs_padded)
-    arrays = *ulysses.ready(q, k, v, axis, real, real_keys), sinks
-    groups = plan.groups_for(shape_of(*arrays[:3], plan)) if plan.ulysses > 1 else 1
+    q, k, v = ulysses.ready(q, k, v, axis, real, real_keys)
+    arrays = q, k, v, sinks
+    groups = plan.groups_for(shape_of(q, k, v, plan, (q.shape[2], k.shape[2]))) if plan.ulysses > 1 else 1
     if groups > 1:
         out, lse = in_groups(call, groups, arrays, starts)
     else:
-        q, k, v = landed(ulysses.enter(arrays[:3], axis))
+        q, k, v = landed(ulysses.enter((q, k, v), axis))
         here = exchange(call, (q, k, v, sinks_of(sinks, axis)), starts)
         out, lse = landed(ulysses.leave(here, axis))
     return ulysses.cleared(out, real), ulysses.cleared(lse, real, NEVER)
@@ -185,7 +186,7 @@ def sinks_of(sinks: Array | None, axis: MeshAxis, group: Any = 0, groups: int = 
     if sinks is None:
         return None
     size = sinks.shape[0] // (axis.size * groups)
-    return lax.dynamic_slice_in_dim(sinks, (group * axis.size + axis.rank) * size, size)
+    return lax.dynamic_slice_in_dim(sinks, (axis.rank * groups + group) * size, size)
 
 
 def real_tokens(plan: Plan, starts: Any, docs_padded: bool) -> ulysses.Real:
@@ -213,7 +214,8 @@ def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array])
     (q, k, v, sinks), starts, results = saved
     step = step_of(q, k, v, call.mask, starts)
     (ready, *rows), dsinks = rows_of(call, step[1], q, sinks, results, given)
-    return (*gradients(step, (q, k, v), ready, rows), dsinks), None
+    dq, dk, dv = (x.astype(y.dtype) for x, y in zip(gradients(step, (q, k, v), ready, rows), (q, k, v), strict=True))
+    return (dq, dk, dv, dsinks), None
 
 
 exchange.defvjp(exchange_fwd, exchange_bwd)
@@ -225,16 +227,18 @@ def in_groups(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tuple[
 
     Backward gets the inputs and the results, and exchanges all of them again: kernels hide it.
     """
-    (*given, sinks), axis = arrays, call.mask.plan.ulysses_axis.rotating
+    (q, k, v, sinks), axis = arrays, call.mask.plan.ulysses_axis.rotating
+    heads = q.shape[2], k.shape[2]
+    given, once = brought((q, k, v), heads, axis, groups)
 
     def bring(group: Any) -> list[Any]:
-        return ulysses.enter(of_heads(given, group, groups), axis)
+        return ulysses.enter(of_heads(given, group, groups, axis.size), axis)
 
-    def work(group: Any, here: list[Array]) -> tuple[Any, Any]:
-        q, k, v = here
-        return attended(call, (q, k, v, sinks_of(sinks, axis, group, groups)), starts, groups), ()
+    def work(group: Any, here: list[Array]) -> tuple[Any, Any, Any]:
+        q, k, v = [*here, *once]
+        return attended(call, (q, k, v, sinks_of(sinks, axis, group, groups)), starts, heads), (), ()
 
-    (out, lse), _ = one_ahead(bring, work, partial(ulysses.leave, axis=axis), groups)
+    (out, lse), _, _ = one_ahead(bring, work, partial(ulysses.leave, axis=axis), groups, axis.size)
     return out, lse
 
 
@@ -245,29 +249,44 @@ def in_groups_fwd(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tu
 
 def in_groups_bwd(call: Call, groups: int, saved: tuple[Any, ...], given: tuple[Array, Array]) -> tuple[Arrays, None]:
     (q, k, v, sinks), starts, results = saved
-    axis, mask = call.mask.plan.ulysses_axis.rotating, call.mask
-    whole, dsinks = rows_of(call, step_of(q, k, v, mask, starts, share=1)[1], q, sinks, results, given)
-    sent, form = jax.tree.flatten((q, k, v, whole))
+    axis, mask, heads = call.mask.plan.ulysses_axis.rotating, call.mask, (q.shape[2], k.shape[2])
+    whole, dsinks = rows_of(call, step_of(q, k, v, mask, starts, heads)[1], q, sinks, results, given)
+    every, form = jax.tree.flatten((whole, (q, k, v)))
+    sent, once = brought(every, heads, axis, groups)
+    each = 3 - len(once)  # of the gradients belong to a group, the others to all
 
     def bring(group: Any) -> list[Any]:
-        return ulysses.enter(of_heads(sent, group, groups), axis)
+        return ulysses.enter(of_heads(sent, group, groups, axis.size), axis)
 
-    def work(group: Any, here: list[Array]) -> tuple[Any, Any]:
-        q, k, v, (ready, *rows) = jax.tree.unflatten(form, here)
-        step = step_of(q, k, v, mask, starts, share=groups * axis.size)
-        return gradients(step, (q, k, v), ready, rows), ()
+    def work(group: Any, here: list[Array]) -> tuple[Any, Any, Any]:
+        (ready, *rows), (q, k, v) = jax.tree.unflatten(form, [*here, *once])
+        grads = gradients(step_of(q, k, v, mask, starts, heads), (q, k, v), ready, rows)
+        return [x.astype(y.dtype) for x, y in zip(grads[:each], (q, k, v), strict=False)], (), grads[each:]
 
-    (dq, dk, dv), _ = one_ahead(bring, work, partial(ulysses.leave, axis=axis), groups)
+    leave = partial(ulysses.leave, axis=axis)
+    home, _, sums = one_ahead(bring, work, leave, groups, axis.size)
+    dq, dk, dv = home + landed(leave([x.astype(y.dtype) for x, y in zip(sums, (k, v), strict=False)]))
     return (dq, dk, dv, dsinks), None
+
+
+def brought(
+    arrays: Sequence[Array], heads: tuple[int, int], axis: MeshAxis, groups: int
+) -> tuple[Sequence[Array], list[Array]]:
+    """Of arrays that end with keys and values, those that are brought group by group, and those that have come.
+
+    A rank's only key head comes once, for all groups of its query heads.
+    """
+    size = len(arrays) if heads[1] >= groups * axis.size else len(arrays) - 2
+    return arrays[:size], landed(ulysses.enter(arrays[size:], axis))
 
 
 in_groups.defvjp(in_groups_fwd, in_groups_bwd)
 
 
-def attended(call: Call, arrays: Arrays, starts: Starts, groups: int = 1) -> tuple[Array, Array]:
-    """(out in q's dtype, lse) of the heads that this rank has, or of one group of them."""
+def attended(call: Call, arrays: Arrays, starts: Starts, heads: tuple[int, int] | None = None) -> tuple[Array, Array]:
+    """(out in q's dtype, lse) of the heads that this rank has, or of one group of them; `heads` are all of the call."""
     q, k, v, sinks = arrays
-    recipe, score, sight = step_of(q, k, v, call.mask, starts, share=groups * call.mask.plan.ulysses)
+    recipe, score, sight = step_of(q, k, v, call.mask, starts, heads)
     start = None if sinks is None else add_sinks(empty(q, v.shape[-1]), sinks)
     forward = gather_forward if recipe.gathers else ring_forward
     part = forward(q, k, v, recipe, sight, score, start)
@@ -295,8 +314,7 @@ def rows_of(
 def gradients(
     step: tuple[SharedRecipe, Score, Sight], arrays: tuple[Array, Array, Array], ready: Array, rows: list[Any]
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in the dtypes of q, k and v; `ready` are the queries as the kernel wants them."""
-    (recipe, score, sight), (q, k, v) = step, arrays
+    """(dq, dk, dv) in float32; `ready` are the queries as the kernel wants them."""
+    (recipe, score, sight), (_, k, v) = step, arrays
     backward = gather_backward if recipe.gathers else ring_backward
-    dq, dk, dv = backward(ready, k, v, recipe, sight, score, tuple(rows))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    return backward(ready, k, v, recipe, sight, score, tuple(rows))

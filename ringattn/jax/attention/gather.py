@@ -21,9 +21,9 @@ def gather_forward(
     """Attention of this device's queries over all keys, brought into their global order."""
     groups = groups_of(recipe)
 
-    def work(group: Any, keys: list[Array]) -> tuple[Any, Any]:
+    def work(group: Any, keys: list[Array]) -> tuple[Any, Any, Any]:
         q_here, carry = of_heads((q, start), group, groups)
-        return (), Partial(*score.attend(q_here, *in_order(keys, sight), sight.everywhere, carry=carry))
+        return (), Partial(*score.attend(q_here, *in_order(keys, sight), sight.everywhere, carry=carry)), ()
 
     return one_ahead(partial(arriving, (k, v), recipe), work, lambda _: [], groups)[1]
 
@@ -39,15 +39,15 @@ def gather_backward(
     groups, axis = groups_of(recipe), recipe.plan.ring_axis
     axis = axis.rotating if groups > 1 or (recipe.plan.device == "tpu" and axis.size > 1) else axis
 
-    def work(group: Any, keys: list[Array]) -> tuple[Any, Any]:
+    def work(group: Any, keys: list[Array]) -> tuple[Any, Any, Any]:
         q_here, rows_here = of_heads((q, rows), group, groups)
         dq, *grads = score.attend_backward(q_here, *in_order(keys, sight), sight.everywhere, *rows_here)
-        return grads, dq
+        return grads, dq, ()
 
     def send(grads: Any) -> list[Any]:
         return [axis.reduce_scatter(reordered(x, sight.keys, 1), 1) for x in grads]
 
-    (dk, dv), dq = one_ahead(partial(arriving, (k, v), recipe), work, send, groups)
+    (dk, dv), dq, _ = one_ahead(partial(arriving, (k, v), recipe), work, send, groups)
     return dq, dk, dv
 
 

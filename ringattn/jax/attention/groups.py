@@ -6,6 +6,7 @@ beside a kernel; see ring.py.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,48 +17,51 @@ from ringattn.kernels.varying import axes_of, vary
 
 
 def one_ahead(
-    bring: Callable[[Any], list[Any]], work: Callable[[Any, list[Any]], tuple[Any, Any]],
-    send: Callable[[Any], list[Any]], groups: int,
-) -> tuple[Any, Any]:  # fmt: skip
-    """What came home and what stays here, the heads of all groups side by side.
+    bring: Callable[[Any], list[Any]], work: Callable[[Any, list[Any]], tuple[Any, Any, Any]],
+    send: Callable[[Any], list[Any]], groups: int, ranks: int = 1,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """What came home and what stays here, the heads of all groups side by side, and the sum of what they share.
 
     bring(group) -> the transfers of what a group needs
-    work(group, what arrived) -> what to send, what to keep
-    send(what to send) -> its transfers
+    work(group, what arrived) -> what to send, what to keep, what to add to that of the other groups
+    send(what to send) -> its transfers, of the heads of so many ranks
     """
     here = landed(bring(0))
     if groups == 1:
-        made, kept = work(0, here)
-        return landed(send(made)), kept
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: work(0, here)[0]))
+        made, kept, total = work(0, here)
+        return landed(send(made)), kept, total
+    shapes = jax.eval_shape(lambda: work(0, here)[::2])
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def step(carry: Any, group: Any) -> tuple[Any, Any]:
-        here, made = carry
+        here, (made, total) = carry
         coming, leaving = bring((group + 1) % groups), send(made)
-        made, kept = work(group, here)
-        coming, leaving, made, kept = lax.optimization_barrier((coming, leaving, made, kept))
-        return (landed(coming), made), (landed(leaving), kept)
+        made, kept, more = work(group, here)
+        coming, leaving, made, kept, more = lax.optimization_barrier((coming, leaving, made, kept, more))
+        return (landed(coming), (made, jax.tree.map(jnp.add, total, more))), (landed(leaving), kept)
 
     carry = here, vary(nothing, axes_of(here))
-    (_, made), (home, kept) = lax.scan(step, carry, jnp.arange(groups))
+    (_, (made, total)), (home, kept) = lax.scan(step, carry, jnp.arange(groups))
     home = jax.tree.map(lambda others, last: jnp.concatenate([others[1:], last[None]]), home, landed(send(made)))
-    return jax.tree.map(side_by_side, home), jax.tree.map(side_by_side, kept)
+    return jax.tree.map(partial(side_by_side, ranks=ranks), home), jax.tree.map(side_by_side, kept), total
 
 
 def landed(transfers: Sequence[Any]) -> list[Any]:
     return [transfer.wait() for transfer in transfers]
 
 
-def of_heads(arrays: Any, group: Any, groups: int) -> Any:
-    """One group of the heads, which are dim 2 of all arrays."""
+def of_heads(arrays: Any, group: Any, groups: int, ranks: int = 1) -> Any:
+    """One group of the heads of each rank; heads are dim 2 of all arrays."""
 
     def of_group(x: Any) -> Any:
-        size = x.shape[2] // groups
-        return lax.dynamic_slice_in_dim(x, group * size, size, axis=2)
+        x = x.reshape(*x.shape[:2], ranks, groups, -1, *x.shape[3:])
+        x = lax.dynamic_index_in_dim(x, group, 3, keepdims=False)
+        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
     return arrays if groups == 1 else jax.tree.map(of_group, arrays)
 
 
-def side_by_side(x: Any) -> Any:
-    """[groups, B, T, heads of a group, ...] -> [B, T, heads, ...]."""
-    return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])
+def side_by_side(x: Any, ranks: int = 1) -> Any:
+    """The inverse, of all groups: [groups, B, T, heads of a group, ...] -> [B, T, heads, ...]."""
+    x = jnp.moveaxis(x.reshape(*x.shape[:3], ranks, -1, *x.shape[4:]), 0, 3)
+    return x.reshape(*x.shape[:2], -1, *x.shape[5:])

@@ -197,12 +197,12 @@ def tables_of(mask: Mask) -> list[Table] | None:
 
 
 def step_of(
-    q: Array, k: Array, v: Array, mask: Mask, given: tuple[Any, Any, Any], share: int | None = None
+    q: Array, k: Array, v: Array, mask: Mask, given: tuple[Any, Any, Any], heads: tuple[int, int] | None = None
 ) -> tuple[SharedRecipe, Score, Sight]:
     """The recipe, its kernel, and what the queries see.
 
-    `given` are the starts of documents and of the keys' documents, and spans. q, k and v have one in `share` of the
-    heads, by default those that a device has after the exchange.
+    `given` are the starts of documents and of the keys' documents, and spans. `heads` are all of the call; by default q
+    and k have those of a device after the exchange.
     """
     plan, (starts, key_starts, spans) = mask.plan, given
     static = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)
@@ -212,26 +212,27 @@ def step_of(
         Sight(*sides, plan.keys.tokens, plan.ring_axis.rank, tables[i] if tables else None)
         for i, sides in enumerate(seen)
     )
-    recipe = recipe_of(q, k, v, mask, rectangles=tables is not None, static=static, share=share)
+    recipe = recipe_of(q, k, v, mask, rectangles=tables is not None, static=static, heads=heads)
     return recipe, score_of(recipe), first._replace(also=tuple(others))
 
 
 def recipe_of(
-    q: Array, k: Array, v: Array, mask: Mask, rectangles: bool = False, static: bool = True, share: int | None = None
-) -> SharedRecipe:
-    """The recipe of a call, from queries and keys with one in `share` of its heads, by default a device's."""
+    q: Array, k: Array, v: Array, mask: Mask, rectangles: bool = False, static: bool = True,
+    heads: tuple[int, int] | None = None,
+) -> SharedRecipe:  # fmt: skip
+    """The recipe of a call of so many query and key heads, by default of those that q and k have of a device."""
     plan = mask.plan
+    heads = heads or (q.shape[2] * plan.ulysses, k.shape[2] * plan.ulysses)
     arch = generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None
     return SharedRecipe(
-        mask, shape_of(q, k, v, plan, share or plan.ulysses), plan.device, q.dtype.name, arch,
+        mask, shape_of(q, k, v, plan, heads), plan.device, q.dtype.name, arch,
         deterministic=plan.deterministic, static=static, rectangles=rectangles,
     )  # fmt: skip
 
 
-def shape_of(q: Array, k: Array, v: Array, plan: Plan, share: int = 1) -> Shape:
-    """The shape of a call, of whose heads these arrays have one in so many."""
+def shape_of(q: Array, k: Array, v: Array, plan: Plan, heads: tuple[int, int]) -> Shape:
+    """The shape of a call of so many query and key heads."""
     batch = q.shape[0] if isinstance(q.shape[0], int) else 1  # a program may be exported for any batch
-    heads = q.shape[2] * share, k.shape[2] * share
     return Shape(plan.seq_len, plan.keys.seq_len, *heads, q.shape[3], v.shape[3], q.dtype.itemsize, batch)
 
 

@@ -42,7 +42,7 @@ class Call:
         mask, plan = recipe.mask, recipe.plan
         self.recipe, self.plan, self.docs, self.device = recipe, plan, mask.docs, device
         self.shape, self.groups, self.gathers, self.narrow = recipe.shape, recipe.groups, recipe.gathers, recipe.narrow
-        self.gradients = recipe.gradients
+        self.gradients, self.shares = recipe.gradients, recipe.shares
         self.ring, self.ulysses = plan.ring_axis, plan.ulysses_axis
         self.keeps_heads = self.ulysses.size == 1 and self.groups == 1  # whether no heads are exchanged
         self.exchanges_dlse = lse and self.ulysses.size > 1  # all ranks alike, also one whose lse has no gradient

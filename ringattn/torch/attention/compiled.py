@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn.check.arguments import of_arguments, of_arrays
-from ringattn.cost import Shape, kv_heads_of_a_rank
+from ringattn.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.kernels.arrays import fine
 from ringattn.spec import AttentionSpec, Docs, raise_if
 from ringattn.torch import check
@@ -93,12 +93,13 @@ def _(
         groups = live.transport.groups or 1  # as in of_handle
         if handle is None:
             groups = live.groups_for(Shape(*lengths, H, k.shape[2], D, V, q.itemsize, plain(B)))
-        h, g = H // size // groups, kv_heads_of_a_rank(k.shape[2], size) // groups
-        for _ in range(groups):
+        h, g = heads_of_group(H, k.shape[2], size, groups)
+        shared = kv_heads_of_a_rank(k.shape[2], size) < groups  # by all groups
+        for i in range(groups):
+            keys = k.new_empty(B, k.shape[1] * size, g, D), v.new_empty(B, k.shape[1] * size, g, V)
             saved += [
                 q.new_empty(B, T * size, h, D),
-                k.new_empty(B, k.shape[1] * size, g, D),
-                v.new_empty(B, k.shape[1] * size, g, V),
+                *(keys if i == 0 or not shared else ()),
                 q.new_empty(B, T * size, h, V),
                 q.new_empty(B, T * size, h, dtype=exact),
             ]

@@ -7,6 +7,7 @@ binds the same call when it runs (`ringattn.torch.attention.compiled`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ringattn.comms.axis import Pending, one_ahead
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.partial import NEVER, Partial, sink_gradient
 from ringattn.kernels.rows import rows_of
-from ringattn.kernels.total import in_dtype
+from ringattn.kernels.total import Total, in_dtype
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention import ring
@@ -28,7 +29,6 @@ from ringattn.torch.bind import autocast, traced
 from ringattn.torch.dispatch import no_autocast, no_view, once
 
 Kept = list[Tensor]  # q, k, v, out and lse after they entered: group of heads by group of heads
-HELD = 5
 
 
 def attention(
@@ -96,9 +96,9 @@ def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 
     def entering() -> Iterator[tuple[Any, ...]]:
         tensors = q, repeated(k, axis), repeated(v, axis)
-        for g, group in enumerate(entered(call, tensors, call.reals)):
+        for g, group in enumerate(entered(call, tensors, call.reals, once=2 * call.shares)):
             if keep:
-                kept.append(group)
+                kept.append(group[:1] if g and call.shares else group[:])
             yield *group, None if sinks is None else sink_partial(group[0], own(call, sinks)[g], v.shape[-1])
             del group
 
@@ -110,7 +110,7 @@ def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
             yield leave(results, axis, call.order)
 
     outs, lses = zip(*one_ahead(leaving()), strict=True)
-    return joined(outs), joined(lses), [x.contiguous() for group in kept for x in group]
+    return joined(outs, axis.size), joined(lses, axis.size), [x.contiguous() for group in kept for x in group]
 
 
 def backward(
@@ -160,30 +160,54 @@ def swapped_backward(
     tensors, whole = ((), ()) if over_ranks else (tuple(kept), (*call.reals, None, None))
     new = (dout,) if dlse is None else (dout, dlse)
     lses, deltas = [], []
+    held = by_group(call, kept) if over_ranks else repeat(())
 
     def entering() -> Iterator[Sequence[Any]]:
-        for g, group in enumerate(entered(call, (*tensors, *new), (*whole, *[real] * len(new)))):
-            group = [*kept[HELD * g : HELD * (g + 1)], *group] if over_ranks else group
+        for before, group in zip(held, entered(call, (*tensors, *new), (*whole, *[real] * len(new))), strict=False):
+            group = [*before, *group]
             lses.append(group[4])
             yield group if dlse is not None else (*group, None)
 
     def leaving() -> Iterator[Pending]:
-        for dq, dk, dv, delta in gradients(call, entering(), with_delta):
+        for *grads, delta in gradients(call, entering(), with_delta):
             deltas.append(delta)
-            yield leave([x.to(kept[0].dtype) for x in (dq, dk, dv)], axis, call.order)
+            yield leave([x.to(kept[0].dtype) for x in grads], axis, call.order)
 
-    grads = [joined(x) for x in zip(*one_ahead(leaving()), strict=True)]
+    home = zip_longest(*one_ahead(leaving()))
+    grads = [joined([x for x in groups if x is not None], axis.size) for groups in home]
     return *grads, joined(lses), joined(deltas) if with_delta else joined(lses)
 
 
-def entered(call: Call, tensors: Sequence[Tensor], real: Sequence[Real]) -> Iterator[list[Tensor]]:
-    """For each group of heads, its tensors over the whole ring shard."""
-    return one_ahead(enter(tensors, real, call.ulysses, g, call.groups, call.order) for g in range(call.groups))
+def entered(call: Call, tensors: Sequence[Tensor], real: Sequence[Real], once: int = 0) -> Iterator[list[Tensor]]:
+    """For each group of heads, its tensors over the whole ring shard; the last ones may come `once`, for all groups."""
+    later = len(tensors) - once
+
+    def entering() -> Iterator[Pending]:
+        for g in range(call.groups):
+            some = slice(later if g else None)
+            yield enter(tensors[some], real[some], call.ulysses, g, call.groups, call.order)
+
+    came: list[Tensor] = []
+    for group in one_ahead(entering()):
+        group += came
+        came = group[later:]
+        yield group
+        del group
+
+
+def by_group(call: Call, kept: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """For each group of heads, the q, k, v, out and lse that forward kept."""
+    each = iter(kept)
+    for g in range(call.groups):
+        q = next(each)
+        if g == 0 or not call.shares:
+            k, v = next(each), next(each)
+        yield q, k, v, next(each), next(each)
 
 
 def own(call: Call, sinks: Tensor) -> Tensor:
     """This rank's sinks, [groups, h]; a view."""
-    return sinks.view(call.groups, call.ulysses.size, -1)[:, call.ulysses.rank]
+    return sinks.view(call.ulysses.size, call.groups, -1)[call.ulysses.rank]
 
 
 def by_heads(lse: Tensor) -> Tensor:
@@ -207,18 +231,29 @@ def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
 
 
 def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> Iterator[Grads]:
-    """dq, dk, dv of each group (q, k, v, out, lse, dout, dlse), and its delta if `with_delta`."""
+    """dq, dk, dv of each group (q, k, v, out, lse, dout, dlse), and its delta if `with_delta`.
+
+    Of keys that all groups share the last one has dk and dv, summed, and the others have none.
+    """
     rounds, kernel, where = call.backward
     if call.gathers:
         yield from gather_backward(groups, call.ring, call.plan.keys.tokens, where, kernel, with_delta)
         return
-    for q, k, v, out, lse, dout, dlse in groups:
+    sums: Sequence[Total] = ()
+    for g, (q, k, v, out, lse, dout, dlse) in enumerate(groups, start=1):
         rows, delta = rows_of(kernel.kernel, out, lse, dout, dlse, with_delta)
+        sums = sums or [Total(x) for x in (k, v) if call.shares]
         if where is not None:
-            grads = kernel.backward((q, k, v), where, rows, final=True)
+            into = None, *([total.running for total in sums] or (None, None))
+            dq, *grads = kernel.backward((q, k, v), where, rows, into=into, final=not call.shares)
         else:
-            grads = ring.backward(q, k, v, rows, call.ring, rounds, kernel, call.narrow)
-        yield *(in_dtype(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), delta
+            dq, *grads = ring.backward(q, k, v, rows, call.ring, rounds, kernel, call.narrow)
+        for total, grad in zip(sums, grads, strict=False):
+            total.add(grad)
+            total.fold()
+        if call.shares:
+            grads = sums if g == call.groups else []
+        yield in_dtype(dq, q.dtype), *(in_dtype(grad, k.dtype) for grad in grads), delta
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:

@@ -26,10 +26,21 @@ def enter(
     tensors: Sequence[Tensor], real: Sequence[Real], axis: Axis, group: int, groups: int, order: Order = None
 ) -> Pending:
     """[B, T / U, H, ...] of every rank -> [B, T, H / groups / U, ...]: this rank's heads of a group, padding zeroed."""
-    if groups > 1:
-        tensors = [x.chunk(groups, 2)[group] for x in tensors]
+    tensors = [of_group(x, axis.size, group, groups) for x in tensors]
     coming = All(*(axis.all_to_all(cleared(x, r), 2, 1) for x, r in zip(tensors, real, strict=True)))
-    return coming if order is None else Then(coming, lambda arrived: [x.index_select(1, order[0]) for x in arrived])
+
+    def ready(arrived: list[Tensor]) -> list[Tensor]:
+        arrived = [x.flatten(2, 3) for x in arrived]
+        return arrived if order is None else [x.index_select(1, order[0]) for x in arrived]
+
+    return Then(coming, ready)
+
+
+def of_group(x: Tensor, ranks: int, group: int, groups: int) -> Tensor:
+    """[B, T, H, ...] -> [B, T, ranks, h, ...]: of each rank's heads those that a group needs; a view."""
+    x = x.unflatten(2, (ranks, -1))
+    heads = x.shape[3]
+    return x.narrow(3, group * heads // groups, max(1, heads // groups))
 
 
 def leave(tensors: Sequence[Tensor], axis: Axis, order: Order = None) -> Pending:
@@ -38,9 +49,11 @@ def leave(tensors: Sequence[Tensor], axis: Axis, order: Order = None) -> Pending
     return All(*(axis.all_to_all(x, 1, 2) for x in tensors))
 
 
-def joined(groups: Sequence[Tensor]) -> Tensor:
-    """The heads of all groups side by side."""
-    return groups[0] if len(groups) == 1 else torch.cat(list(groups), 2)
+def joined(groups: Sequence[Tensor], ranks: int = 1) -> Tensor:
+    """The inverse, of all groups: the heads of each rank side by side."""
+    if len(groups) == 1:
+        return groups[0]
+    return torch.cat([x.unflatten(2, (ranks, -1)) for x in groups], 3).flatten(2, 3)
 
 
 def repeated(x: Tensor, axis: Axis) -> Tensor:
