@@ -5,7 +5,7 @@ groups are; in JAX only over the same devices, since plans are the keys of cache
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from functools import cached_property, partial
 from itertools import count
 from json import dumps
@@ -305,7 +305,8 @@ class Plan(Value):
         heads = heads_of_group(shape.heads, shape.kv_heads, self.ulysses, 1)
         possible = [n for n in range(1, MOST_GROUPS + 1) if may_group(n, *heads, self.ring)]
         link = self.link if self.strategy == "gather" else self.machine.inside
-        return groups_of(shape, self.exchanged(shape), self.ring * self.ulysses, possible, self.machine, link)
+        sent = self.exchanged(shape if heads[1] > 1 else replace(shape, kv_heads=0))  # one travels at once
+        return groups_of(shape, sent, self.ring * self.ulysses, possible, self.machine, link)
 
     def blocks_at_once(self, nbytes: int) -> int:
         """As much as how many blocks, of that many bytes, a step of the direct route brings.
