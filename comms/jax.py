@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ringattn.comms.axis import Done, mesh_sizes, split_sizes
+from ringattn.comms.tpu_slice import ring_order
 
 
 class Rotated:
@@ -227,11 +228,16 @@ def init_mesh(
 ) -> Mesh:  # fmt: skip
     """A Mesh with axes data, ring and ulysses over the devices; or data and sequence, which `plan` will factor.
 
-    Ulysses is innermost, where the links are fastest. By default `devices` are all devices.
+    Ulysses is innermost, where the links are fastest. By default `devices` are all devices. On a flat TPU slice each hop
+    of a ring goes to a neighbour (see `tpu_slice`).
     """
     have = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(data, ring, ulysses, sequence, len(have), "devices", ", or pass devices=")
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=have)
+    kinds = (AxisType.Auto,) * len(sizes)
+    ordered = ring_order(have, sizes.get("sequence") or ring, ulysses)
+    if ordered is not None:
+        return Mesh(ordered.reshape(tuple(sizes.values())), tuple(sizes), axis_types=kinds)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=have)
 
 
 def split(mesh: Mesh | AbstractMesh, name: str, sizes: dict[str, int]) -> Mesh | AbstractMesh:

@@ -166,6 +166,7 @@ CHIPS = [
     pytest.param("v6e:2x4", "contiguous", 8, marks=slow),
     pytest.param("v5e:2x4", "zigzag", 8, marks=slow),
     pytest.param("v6e:16x16", "zigzag", 256, marks=compile),
+    pytest.param("v5e:4x8", "zigzag", 32, marks=compile),
     pytest.param("v4:2x2x2", "zigzag", 8, marks=compile),
     pytest.param("v5p:2x2x2", "striped", 8, marks=compile),
     pytest.param("tpu7x:2x2x2", "zigzag", 8, marks=compile),

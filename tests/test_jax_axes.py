@@ -1,7 +1,10 @@
 """Meshes as they are: axes with the user's names, without devices, and what cuts the batch and the heads."""
 
 import re
+from itertools import product
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -13,6 +16,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import ringattn as ra  # noqa: E402
 import ringattn.jax  # noqa: E402
 from ringattn import machine  # noqa: E402
+from ringattn.comms.tpu_slice import ring_order  # noqa: E402
 from tests.test_jax_programs import close, expect  # noqa: E402
 
 NAMES = ("data", "fsdp", "context", "tensor_seq", "tensor", "expert")
@@ -141,3 +145,38 @@ def test_times_are_predicted_for_the_meshs_generation_of_tpus():
         mesh = jax.sharding.AbstractMesh((8,), ("ring",), (AxisType.Auto,), abstract_device=device)
         text = ra.plan(mesh, seq_len=65536, heads=8, head_dim=128).explain()
         assert machine.load(name).name in text and "not of this one" not in text, text
+
+
+class Chip(NamedTuple):
+    coords: tuple[int, int, int]
+    slice_index: int = 0
+    platform: str = "tpu"
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "ring", "ulysses", "longest"),
+    [(4, 8, 32, 1, 1), (3, 4, 12, 1, 1), (4, 8, 16, 2, 2), (4, 8, 8, 1, 1), (16, 16, 64, 4, 2), (1, 8, 8, 1, 2)],
+)
+def test_each_hop_of_a_ring_on_a_flat_tpu_slice_goes_along_a_row_or_a_column(width, height, ring, ulysses, longest):
+    """Any other pair of devices makes a permute synchronous on v5e slices of 32 chips and more."""
+    places = list(product(range(3, 3 + width), range(height)))
+    devices = [Chip((*place, 0)) for place in places]
+    order = ring_order(devices, ring, ulysses)
+    assert order.shape == (width * height // (ring * ulysses), ring, ulysses)
+    assert sorted(tuple(device.coords[:2]) for device in order.flat) == places
+    coords = np.array([device.coords for device in order.flat]).reshape(*order.shape, 3)
+    hops = abs(coords - np.roll(coords, 1, axis=1))
+    assert ((hops > 0).sum(axis=-1) == 1).all() and hops.max() == longest
+    mesh = ringattn.jax.init_mesh(data=len(order), ring=ring, ulysses=ulysses, devices=devices)
+    assert (mesh.devices == order).all()
+
+
+def test_other_devices_keep_jaxs_order():
+    slice_of = [Chip((x, y, 0)) for x in range(2) for y in range(4)]
+    two = [Chip((x, y, 0), slice_index=x) for x in range(2) for y in range(4)]
+    deep = [Chip((x, y, z)) for x in range(2) for y in range(2) for z in range(2)]
+    odd = [Chip((x, y, 0)) for x in range(3) for y in range(3)]
+    assert ring_order(slice_of, 8, 1) is not None
+    for devices, ring in ((two, 8), (deep, 8), (odd, 9), (slice_of[:7], 7), (slice_of * 2, 16), (slice_of, 2)):
+        assert ring_order(devices, ring, len(devices) // ring) is None
+    assert ring_order(jax.devices(), 8, 1) is None

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringattn.comms.jax import axes, generation
+from ringattn.comms.tpu_slice import ring_order
 from ringattn.jax.attention.function import attention
 from ringattn.jax.inference import function
 from ringattn.jax.inference.cache import KVCache
@@ -204,7 +205,9 @@ def bound_to(topology: str, plan: Plan) -> Plan:
             f"ring={plan.ring} x ulysses={plan.ulysses} needs a multiple of {need} devices, {topology} has "
             f"{len(devices)}; make the product {len(devices)}"
         )
-    grid = np.array(devices).reshape(-1, plan.ring, plan.ulysses)
+    grid = ring_order(devices, plan.ring, plan.ulysses)
+    if grid is None:
+        grid = np.array(devices).reshape(-1, plan.ring, plan.ulysses)
     mesh = Mesh(grid, ("data", "ring", "ulysses"), axis_types=(AxisType.Auto,) * 3)
     return plan.replace(axes=Ranks(*axes(mesh), "jax", "tpu"), machine=of_device("tpu", devices[0].device_kind))
 
