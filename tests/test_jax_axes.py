@@ -1,8 +1,8 @@
 """Meshes as they are: axes with the user's names, without devices, and what cuts the batch and the heads."""
 
 import re
+from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -147,7 +147,8 @@ def test_times_are_predicted_for_the_meshs_generation_of_tpus():
         assert machine.load(name).name in text and "not of this one" not in text, text
 
 
-class Chip(NamedTuple):
+@dataclass(frozen=True)
+class Chip:
     coords: tuple[int, int, int]
     slice_index: int = 0
     platform: str = "tpu"
@@ -172,11 +173,11 @@ def test_each_hop_of_a_ring_on_a_flat_tpu_slice_goes_along_a_row_or_a_column(wid
 
 
 def test_other_devices_keep_jaxs_order():
-    slice_of = [Chip((x, y, 0)) for x in range(2) for y in range(4)]
+    flat = [Chip((x, y, 0)) for x in range(2) for y in range(4)]
     two = [Chip((x, y, 0), slice_index=x) for x in range(2) for y in range(4)]
     deep = [Chip((x, y, z)) for x in range(2) for y in range(2) for z in range(2)]
     odd = [Chip((x, y, 0)) for x in range(3) for y in range(3)]
-    assert ring_order(slice_of, 8, 1) is not None
-    for devices, ring in ((two, 8), (deep, 8), (odd, 9), (slice_of[:7], 7), (slice_of * 2, 16), (slice_of, 2)):
+    assert ring_order(flat, 8, 1) is not None
+    for devices, ring in ((two, 8), (deep, 8), (odd, 9), (flat[:7], 7), (flat * 2, 16), (flat, 2)):
         assert ring_order(devices, ring, len(devices) // ring) is None
     assert ring_order(jax.devices(), 8, 1) is None
