@@ -228,8 +228,8 @@ def init_mesh(
 ) -> Mesh:  # fmt: skip
     """A Mesh with axes data, ring and ulysses over the devices; or data and sequence, which `plan` will factor.
 
-    Ulysses is innermost, where the links are fastest. By default `devices` are all devices. On a flat TPU slice each hop
-    of a ring goes to a neighbour (see `tpu_slice`).
+    Ulysses is innermost, where the links are fastest. By default `devices` are all devices. On a flat TPU slice each
+    hop of a ring goes to a neighbour (see `tpu_slice`).
     """
     have = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(data, ring, ulysses, sequence, len(have), "devices", ", or pass devices=")
