@@ -1,11 +1,12 @@
-"""How many instruction bundles a grid step of a TPU kernel takes, ours and the stock one's, by the compiler's own text.
+"""How many instruction bundles a grid step of a TPU kernel takes, ours and others', by the compiler's own text.
 
-    python tests/count_bundles.py ours FOLDER        (or stock; needs libtpu, and no TPU)
+    PYTHONPATH=. python tests/count_bundles.py ours FOLDER        (or stock, or tokamax; needs libtpu, and no TPU)
 
-Both compute tiles of 1024 x 1024 at head dim 128 in bfloat16, on v6e. The compiler writes its last schedule to FOLDER;
+All compute tiles of 1024 x 1024 at head dim 128 in bfloat16, on v6e. The compiler writes its last schedule to FOLDER;
 regions of it that no other long region lies in are the bodies of a grid step: with us one for tiles that are seen
 whole, one for those on the diagonal of a causal mask, forward one for other tiles that only ends of intervals cut, and
-one with the whole mask; in stock splash one for all.
+one with the whole mask; in stock splash one for all; in tokamax's one for whole and one for masked tiles. tokamax is no
+dependency: without it the command says that it is not installed.
 """
 
 import json
@@ -13,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,7 @@ def of(which: str, folder: Path) -> dict[str, list[int]]:
     """{"forward": [bundles of each kind of tile], "backward": ...} (stock: "dq", "dkv"), from a process of its own."""
     folder.mkdir(parents=True)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     done = subprocess.run(
         [sys.executable, __file__, which, str(folder)], env=environment, capture_output=True, text=True, timeout=600
     )
@@ -70,6 +71,24 @@ def stock() -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
     return both, [((1, TOKENS, DIM), "bfloat16")] * 4
 
 
+def tokamax() -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
+    """Its fused backward kernel is called dkv."""
+    import jax
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernel
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
+
+    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+    attend = kernel.make_splash_mha_single_device(
+        masks.CausalMask((TOKENS, TOKENS)), config=kernel.SplashConfig(**dict.fromkeys(names, BLOCK))
+    )
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, back = jax.vjp(attend, q, k, v)
+        return out, back(dout)
+
+    return both, [((1, TOKENS, DIM), "bfloat16")] * 4
+
+
 def compile_for_v6e(both: Any, shapes: list[tuple[tuple[int, ...], str]]) -> None:
     import jax
     import numpy as np
@@ -102,7 +121,11 @@ def tiles(path: Path) -> list[int]:
 
 def main() -> None:
     which, folder = sys.argv[1], Path(sys.argv[2])
-    compile_for_v6e(*{"ours": ours, "stock": stock}[which]())
+    if which == "tokamax" and find_spec("tokamax") is None:
+        sys.exit("tokamax is not installed (pip install tokamax), so its kernel is not counted")
+    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    compile_for_v6e(*{"ours": ours, "stock": stock, "tokamax": tokamax}[which]())
     counts = {}
     for path in sorted(folder.glob("*-final_bundles.txt")):
         kernel = re.search(r"-(?:splash_mha_)?(fwd|forward|backward|dq|dkv)_\w+\.\d+-\d+-final_bundles", path.name)
