@@ -3,9 +3,9 @@
 All kernels compute the same attention as `reference.py`, with the same signatures.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ringattn.kernels.arrays import Array, accumulator
 from ringattn.kernels.intervals import Intervals
@@ -49,6 +49,21 @@ class Backward(Protocol):
     ) -> tuple[Any, Any, Any]: ...  # fmt: skip
 
 
+class Once(NamedTuple):
+    """How a kernel attends in steps of which no query has keys in two: it writes results, and merges none.
+
+    The intervals of a step are few sequences (`kernels/sequences.py`), of one batch row.
+
+    room       (q, value dim) -> memory for a partial
+    write      (q, k, v, where, into, scale=, softcap=): writes the rows of `into` of queries that see a key
+    written    (into, the intervals of all steps, the partial to start from or None) -> the partial, after all steps
+    """
+
+    room: Callable[[Any, int], Partial]
+    write: Callable[..., None]
+    written: Callable[[Partial, Sequence[Intervals], Partial | None], Partial]
+
+
 @dataclass(frozen=True)
 class TorchKernel:
     """A kernel for torch tensors.
@@ -61,6 +76,7 @@ class TorchKernel:
     parted     whether some gradients can be computed without the others, at their cost alone
     rounds     whether the results for these intervals have the dtype of the inputs anyway
     fills      whether its programs stay on all multiprocessors of a GPU until its end
+    once       how it attends in steps of which no query has keys in two, if it prefers such steps
     """
 
     attend: Attend
@@ -70,6 +86,7 @@ class TorchKernel:
     parted: bool = False
     rounds: Callable[[Intervals], bool] = in_full
     fills: bool = False
+    once: Once | None = None
 
     def attend_backward(
         self, q: Any, k: Any, v: Any, where: Intervals, dout: Any, lse: Any, delta: Any, *, out: Any = None,

@@ -16,10 +16,11 @@ from ringattn.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.kernels import TABLE, Kernel, Problem, select
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.rates import FEW, mask_of
+from ringattn.kernels.sequences import sequences_of
 from ringattn.layout import Shard, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan
-from ringattn.schedule import Round, Schedule, Step, joined
+from ringattn.schedule import Only, Round, Schedule, Step, joined, places
 from ringattn.spec import AttentionSpec, Docs
 
 LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
@@ -30,22 +31,41 @@ class Sight:
 
     def __init__(self, mask: Mask, rank: int):
         self.mask, self.rank = mask, rank
-        self.made: dict[Shard, Any] = {}
+        self.made: dict[tuple[Shard, Only | None], Any] = {}
+        self.seeing: dict[Shard, np.ndarray] = {}
 
-    def at(self, keys: Shard) -> Any:
-        """The queries' intervals among these keys, made once; None if they see none."""
-        if keys not in self.made:
-            self.made[keys] = self.among(keys)
-        return self.made[keys]
+    def at(self, keys: Shard, only: Only | None = None) -> Any:
+        """The intervals of these queries among these keys, made once; None if they see none."""
+        if (keys, only) not in self.made:
+            self.made[keys, only] = self.among(keys, only)
+        return self.made[keys, only]
+
+    def of(self, only: Only | None) -> Any:
+        """`seen`, with empty intervals for all queries but these."""
+        if only is None:
+            return self.seen
+        see = self.see(only.keys) == only.see
+        return [(begin, np.where(see, end, begin)) for begin, end in self.seen]
+
+    def see(self, keys: Shard) -> np.ndarray:
+        """[1, T]: which queries see any of these keys, if the sight `is_plain`."""
+        if keys not in self.seeing:
+            self.seeing[keys] = np.less(*to_local(keys, *self.seen[0]))
+        return self.seeing[keys]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the intervals are one family, on the host, and the same in all batch rows."""
+        return len(self.seen) == 1 and isinstance(self.seen[0][0], np.ndarray) and len(self.seen[0][0]) == 1
 
     @cached_property
     def seen(self) -> Any:
         """Of each family, the keys [begin, end) that each query sees."""
         return self.mask.bounds(self.mask.plan.tokens.shard(self.rank))
 
-    def among(self, keys: Shard) -> Any:
+    def among(self, keys: Shard, only: Only | None) -> Any:
         made = []
-        for sides in some([to_local(keys, *sides) for sides in self.seen]):
+        for sides in some([to_local(keys, *sides) for sides in self.of(only)]):
             begin, end = (side.astype(np.int32) for side in sides)
             made.append(Intervals(begin, end, rectangles_of(begin, end) if len(begin) == 1 else None, (begin, end)))
         return stack(made)
@@ -113,7 +133,8 @@ class Recipe:
     @cached_property
     def forward(self) -> Pass:
         rounds = self.rounds(1)
-        return Pass(rounds, self.kernel(rounds))
+        kernel = self.kernel(rounds)
+        return Pass(self.once(rounds, kernel), kernel)
 
     @cached_property
     def backward(self) -> Pass:
@@ -132,6 +153,41 @@ class Recipe:
             return Schedule(np.ones((1, 1), bool), layout.padded_length, shards=[everything]).rounds(0, sight=sight)
         together = plan.blocks_at_once(times * self.shape.kv_bytes(layout.shard_len, self.heads[1]))
         return schedule_of(self.mask).rounds(self.rank, plan.hosts, together, sight)
+
+    def once(self, rounds: tuple[Round, ...], kernel: Kernel) -> tuple[Round, ...]:
+        """The same, or a round of two steps in which no query has keys in both, if the kernel prefers that.
+
+        Queries that see keys which arrive get their own keys beside these, and the first step leaves them out. Then no
+        partials merge, and a piece of a document sees its keys in one range. What is left for the first step must take
+        as long as the keys that arrive.
+        """
+        sight = self.sight or Sight(self.mask, self.rank)
+        if not (self.in_two_steps(rounds) and kernel.load().once and sight.is_plain):
+            return rounds
+        home, other = rounds[0].steps
+        see, (begin, end) = sight.see(other.keys)[0], sight.seen[0]
+        if not see.any():
+            return rounds
+        own = covered(*to_local(home.keys, begin[0, see], end[0, see]), home.keys)
+        first, last = replace(home, only=Only(other.keys, False)), replace(other, only=Only(other.keys, True), own=own)
+        if not (has_sequences(first.where) and has_sequences(last.where) and self.hides(first, other)):
+            return rounds
+        return (replace(rounds[0], steps=(first, last)),)
+
+    def in_two_steps(self, rounds: Sequence[Round]) -> bool:
+        """Whether packed documents see own keys in a first step, and all others in a second."""
+        home, *others = rounds[0].steps
+        packed = self.mask.docs is not None and self.shape.batch == 1 and not self.gathers
+        two = packed and len(rounds) == len(others) == 1 and bool(home.sources and others[0].sources)
+        return two and all(r.step == 1 for r in home.keys)
+
+    def hides(self, step: Step, arriving: Step) -> bool:
+        """Whether the forward work of a step takes as long as the keys of the next."""
+        (heads, kv_heads), shape = self.heads, self.shape
+        begin, end = step.where.host
+        flops = 2 * heads * (shape.head_dim + shape.value_dim) * int(np.maximum(end - begin, 0).sum())
+        keys = arriving.length * shape.kv_bytes(1, kv_heads)
+        return flops / self.plan.machine.flops(shape.itemsize, 1) >= keys / self.plan.link.bandwidth
 
     def in_backward(self, steps: Sequence[Step], parted: bool) -> tuple[Step, ...]:
         """A round's steps in their order; the halves of home have half of the heads each."""
@@ -254,6 +310,21 @@ def backward_order(home: Any, others: Sequence[Any], parted: bool, halves: bool)
     return [home, *others, home] if halves and others else [*others, home]
 
 
+def has_sequences(where: Any) -> bool:
+    """Whether intervals see something and are few sequences."""
+    sequences = sequences_of(*(side[0] for side in where.host))
+    return sequences is not None and len(sequences.cells) > 0
+
+
+def covered(begin: np.ndarray, end: np.ndarray, shard: Shard) -> tuple[range, ...]:
+    """What intervals of a shard's local indices cover of each of its ranges; they begin and end ever later."""
+    gaps = np.flatnonzero(begin[1:] > end[:-1]) + 1
+    runs = zip(begin[[0, *gaps]].tolist(), end[[*(gaps - 1), -1]].tolist(), strict=True)
+    ranges = places([(r,) for r in shard])
+    shared = (range(max(a, r.start), min(b, r.stop)) for a, b in runs for r in ranges)
+    return tuple(r for r in shared if r)
+
+
 def are_rectangles(rounds: Sequence[Round]) -> bool:
     """Whether every step is few rectangles."""
     return all(s.where.are_rectangles for round_ in rounds for s in round_.steps if s.where is not None)
@@ -286,6 +357,8 @@ def line_of(step: Step) -> str:
     texts = [f"keys {in_words(step.keys)}" if step.sources else "no work"]
     if step.heads:
         texts[0] = f"query heads {step.heads[0].start or 0} to {step.heads[0].stop or 'the last'}, " + texts[0]
+    if step.only:
+        texts[0] += f", of queries that see {'some' if step.only.see else 'none'} of those that arrive"
     if step.brought:
         texts.append(f"from {', '.join(f'rank {rank}' for rank in step.brought)}")
     texts += [f"rank {reader} reads {in_words(ranges)} of block {step.held}" for reader, ranges in step.shown.items()]

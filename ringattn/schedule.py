@@ -56,11 +56,18 @@ class Places(NamedTuple):
     after: tuple[int, ...]  # how many tokens of other ranks the block's holder shows to others before these
 
 
+class Only(NamedTuple):
+    """Some queries of a rank: those that `see` any of these keys, or those that see none."""
+
+    keys: Shard
+    see: bool
+
+
 class Sight(Protocol):
     """The keys that one ring rank's queries see."""
 
-    def at(self, keys: Shard) -> Any:
-        """Their intervals among these keys; None if they see none."""
+    def at(self, keys: Shard, only: Only | None = None) -> Any:
+        """The intervals of these queries, by default all, among these keys; None if they see none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +83,8 @@ class Step:
     readers: tuple[int, ...] = ()  # the ranks that read, at the same step, the block that this rank holds
     company: tuple[tuple[int, ...], ...] = ()  # of each block that comes, all its readers, in the order of its holder
     heads: tuple[slice, slice] | None = None  # the query and the key heads that are computed; None: all
+    only: Only | None = None  # the queries that are computed, if all of their keys are in this step; None: all queries
+    own: Ranges = ()  # what lies among the keys that come of this rank's own block
     sight: Sight | None = field(default=None, repr=False)
 
     @cached_property
@@ -84,8 +93,9 @@ class Step:
         shards, ranges = self.schedule.shards, self.schedule.ranges
         if not self.company:
             return [(self.schedule.positions(block, self.kept), block) for block in self.sources]
-        pairs = [(part_of(shards[s], slice(r.start, r.stop)), s) for s in self.sources for r in ranges(self.rank, s)]
-        return sorted(pairs, key=lambda pair: pair[0][0].start)
+        pairs = [(s, r) for s in self.sources for r in ranges(self.rank, s)] + [(self.held, r) for r in self.own]
+        read = [(part_of(shards[s], slice(r.start, r.stop)), s) for s, r in pairs]
+        return sorted(read, key=lambda pair: pair[0][0].start)
 
     @cached_property
     def keys(self) -> Shard:
@@ -97,15 +107,20 @@ class Step:
         return sum(map(len, self.keys))
 
     @cached_property
+    def by_block(self) -> dict[int, Ranges]:
+        """Where what is here of each block lies among the keys that are here."""
+        at: dict[int, Ranges] = {}
+        for (_, block), where in zip(self.read, places([positions for positions, _ in self.read]), strict=True):
+            at[block] = (*at.get(block, ()), where)
+        return at
+
+    @cached_property
     def brought(self) -> dict[int, Places]:
         """By rank: where what this one reads of its block lies among the keys that are here."""
-        at: dict[int, Ranges] = dict.fromkeys(self.sources, ())
-        for (_, block), where in zip(self.read, places([positions for positions, _ in self.read]), strict=True):
-            at[block] += (where,)
         by_reader, size = {}, self.neighbours
         for block, readers in zip(self.sources, self.company, strict=False):  # the held block has no company
             by_reader[self.rank // size * size + block % size] = Places(
-                at[block], self.schedule.before(self.rank, block, readers)
+                self.by_block.get(block, ()), self.schedule.before(self.rank, block, readers)
             )
         return by_reader
 
@@ -117,7 +132,7 @@ class Step:
     @cached_property
     def where(self) -> Any:
         """The queries' intervals among the keys that are here; None if they see none."""
-        return self.sight.at(self.keys) if self.sight and self.sources else None
+        return self.sight.at(self.keys, self.only) if self.sight and self.sources else None
 
 
 @dataclass(frozen=True, eq=False)

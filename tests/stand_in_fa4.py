@@ -21,11 +21,13 @@ class BlockSparseTensorsTorch(NamedTuple):
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, return_lse: bool, softcap: float | None = None,
-    mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: Any = None, **options: Any,
+    mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: Any = None, out: Tensor | None = None,
+    lse: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     packed = "cu_seqlens_q" in options
-    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
-    lse = torch.zeros((q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1]))
+    if out is None or lse is None:
+        out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+        lse = torch.zeros((q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1]))
     for rows, keys, mask in problems(q, k, aux_tensors, options):
         s = scores(q[rows], k[keys], mask, softmax_scale, softcap)
         p = torch.nan_to_num(s.softmax(-1))
@@ -37,10 +39,11 @@ def forward(
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, softmax_scale: float,
     softcap: float = 0.0, mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: Any = None,
-    dlse: Tensor | None = None, **options: Any,
+    dlse: Tensor | None = None, dq: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     packed = "cu_seqlens_q" in options
-    dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))  # sequences must cover all rows
+    dk, dv = (torch.full_like(x, torch.nan) for x in (k, v))  # sequences must cover all rows
+    dq = torch.full_like(q, torch.nan) if dq is None else dq
     for rows, keys, mask in problems(q, k, aux_tensors, options):
         s = scores(q[rows], k[keys], mask, softmax_scale, softcap)
         p = torch.nan_to_num((s - place(lse, rows, packed)[..., None]).exp())

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn import kernels
+from ringattn import kernels, recipe
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import Kernel, Problem, gain, rates, select
 from ringattn.kernels.attention import reference
@@ -26,8 +26,10 @@ from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.rows import row_delta
+from ringattn.kernels.sequences import sequences_of
 from ringattn.launch.commands import tune
 from ringattn.launch.verify.cases import Case
+from ringattn.torch.attention.steps import score_with
 from tests.cases import CASES
 
 ON_GPU = torch.cuda.is_available()
@@ -86,6 +88,20 @@ def with_second(where: Intervals, first: int, host: bool) -> Intervals:
     """The same queries see a few of the first keys too, none of them twice."""
     end = np.minimum(where.begin.cpu().numpy(), first)
     return where._replace(also=(intervals(end * 0, end, host),))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 60))
+@settings(max_examples=400, deadline=None)
+def test_sequences_are_exactly_the_intervals(seed: int, T: int, S: int) -> None:
+    begin, end = (x[0] for x in some_intervals(np.random.default_rng(seed), T, S))
+    found, seen, at = sequences_of(begin, end), np.zeros((T, S), bool), np.arange(S)
+    if found is None:
+        return
+    for first, stop, start, last in found.cells.tolist():
+        own, keys = np.arange(first, stop)[:, None] - stop + last, np.arange(start, last)[None]
+        here = (keys <= own) | (not found.causal)
+        seen[first:stop, start:last] = here if found.window is None else here & (keys >= own - found.window)
+    assert (seen == ((begin[:, None] <= at) & (at < end[:, None]))).all(), (found, begin, end)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 60))
@@ -204,9 +220,11 @@ def fa4_here(monkeypatch):
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.delitem(sys.modules, "ringattn.kernels.attention.libraries.fa4", raising=False)
         kernels.lacking.cache_clear()
+        score_with.cache_clear()
         return import_module("ringattn.kernels.attention.libraries.fa4")
 
     yield load
+    score_with.cache_clear()
     sys.modules.pop("ringattn.kernels.attention.libraries.fa4", None)
     kernels.lacking.cache_clear()
 
@@ -291,6 +309,55 @@ def test_a_backward_pass_of_pieces_of_documents_takes_packed_sequences(fa4_here)
     begin, end = np.repeat([[0, 10]], T // 2, 1), np.repeat([[10, 30]], T // 2, 1)
     alone = intervals(begin, end, True)._replace(host=None, made=None)
     assert all(len(fa4.rectangles_of(alone, q, k, k, way)) == 1 for way in (False, True)), "nothing on the host"
+
+
+def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.Tensor, near: float) -> None:
+    """Random documents over ranks, against float64: pieces get their own keys beside those that arrive."""
+    rng, visits = np.random.default_rng(seed), []
+    window = ra.AttentionSpec(window=tokens // 20, softcap=3.0)
+    spec = [ra.AttentionSpec(), ra.AttentionSpec(causal=False), window][seed % 3]
+    ring = (2, 3, 4)[seed // 2 % 3]
+    lengths = rng.multinomial(tokens - 12, rng.dirichlet(np.full(9, 0.6))).tolist()
+    docs = ra.Docs.from_lengths([*lengths, 5], pad_to=tokens)
+    q, k, v, dout = (torch.randn(1, tokens, h, dim).to(like) for h in (4, 2, 2, 4))
+    sinks = torch.randn(4).to(like) if seed % 2 else None
+    leaves = [x.double().cpu().requires_grad_() for x in (q, k, v)]
+    truth = ra.attention(*leaves, spec=spec, docs=docs, sinks=None if sinks is None else sinks.double().cpu())
+    truth.backward(dout.double().cpu())
+    monkeypatch.setattr(import_module("ringattn.kernels.attention.libraries.thin"), "THIN", 0)
+    monkeypatch.setattr(recipe.Recipe, "hides", lambda *_: True)
+    monkeypatch.setattr(recipe, "LONG", 0 if seed % 2 else recipe.LONG)
+    counted = fa4.KERNEL.once._replace(write=lambda *x, **score: visits.append(x[3]) or fa4.write(*x, **score))
+    monkeypatch.setattr(fa4, "KERNEL", replace(fa4.KERNEL, refuses=lambda _: None, once=counted))
+    score_with.cache_clear()
+
+    def one_rank(mesh: object) -> list[torch.Tensor]:
+        plan = ra.plan(
+            mesh, seq_len=tokens, strategy="ring", layout="balanced", docs=docs, kernel="fa4", spec=spec,
+            transport=ra.Transport(together=ring),
+        )  # fmt: skip
+        own = [plan.shard(x).requires_grad_() for x in (q, k, v)]
+        out = ra.attention(*own, plan, spec=spec, docs=docs, sinks=sinks)
+        out.backward(plan.shard(dout))
+        return [plan.unshard(x) for x in (out, *(x.grad for x in own))]
+
+    for results in run_ranks(one_rank, ring=ring, device=like.device.type):
+        for name, a, b in zip(("out", "dq", "dk", "dv"), results, (truth, *(x.grad for x in leaves)), strict=True):
+            error = ((a.double().cpu() - b).norm() / b.norm()).item()
+            assert error < near, f"{name} is off by {error}"
+    assert visits
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_balanced_layout_visits_each_query_once(fa4_here, monkeypatch, seed: int) -> None:
+    visits_once(fa4_here(), monkeypatch, seed, 480, 16, torch.zeros(()), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(24))
+def test_a_balanced_layout_visits_each_query_once_on_a_gpu(monkeypatch, seed: int) -> None:
+    like = torch.zeros((), device="cuda", dtype=torch.bfloat16)
+    visits_once(needs_fa4(), monkeypatch, seed, 3000 + 97 * seed, (64, 128)[seed // 6 % 2], like, 8e-3)
 
 
 def test_threads_call_fa4_one_after_the_other(fa4_here, monkeypatch) -> None:

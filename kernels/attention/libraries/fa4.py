@@ -6,7 +6,8 @@ it gets a mask function, which reads the interval of a query, and lists of the t
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
@@ -31,11 +32,20 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from ringattn.kernels import Problem
 from ringattn.kernels.attention.libraries import equal_dims, gpu_refusal
 from ringattn.kernels.attention.libraries.forms import Form, form_of
-from ringattn.kernels.attention.libraries.rectangles import covers, heads_first, over_rectangles
+from ringattn.kernels.attention.libraries.rectangles import (
+    cached,
+    covers,
+    heads_first,
+    merge_rows,
+    over_rectangles,
+    unit_stride,
+)
 from ringattn.kernels.attention.libraries.thin import with_thin
 from ringattn.kernels.attention.triton.block_lists import block_lists
 from ringattn.kernels.intervals import Intervals, Rectangle, extent, within
-from ringattn.kernels.partial import NEVER
+from ringattn.kernels.partial import NEVER, Partial
+from ringattn.kernels.protocol import Once
+from ringattn.kernels.sequences import sequences_of, unseen
 
 NAME = "FlashAttention-4"
 NEEDED = {"mask_mod", "block_sparse_tensors", "aux_tensors"}
@@ -115,15 +125,12 @@ def rectangles_of(
 ) -> tuple[Rectangle, ...]:
     """The step as one call, with `Own` or `Listed` as its mask, or a few in backward; none if no query sees a key."""
     kind = "fa4", backward, q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
-    cache = where.made
-    if cache is not None and kind in cache:
-        rectangles: tuple[Rectangle, ...] = cache[kind]
-        return rectangles
-    rectangles = (two_own(where, q_BTHD) or blocks(where, q_BTHD)) if backward else apart(where, q_BTHD)
-    rectangles = rectangles or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
-    if cache is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
-        cache[kind] = rectangles
-    return rectangles
+
+    def fitting() -> tuple[Rectangle, ...]:
+        few = (two_own(where, q_BTHD) or blocks(where, q_BTHD)) if backward else apart(where, q_BTHD)
+        return few or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
+
+    return cached(where, kind, fitting)
 
 
 def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
@@ -357,4 +364,42 @@ def backward(
     return dq.view(q_BTHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGV.shape)
 
 
+def room(q_BTHD: Tensor, value_dim: int) -> Partial:
+    """Memory for a partial of one batch row, as FA4 writes it."""
+    _, T, H, _ = q_BTHD.shape
+    return Partial(q_BTHD.new_empty(1, T, H, value_dim), q_BTHD.new_empty(H, T, dtype=torch.float32).T[None])
+
+
+def write(
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, into: Partial, *, scale: float,
+    softcap: float | None = None,
+) -> None:  # fmt: skip
+    """All sequences of a step in one call, which writes their rows of `into`."""
+    announce()
+    given = {"softmax_scale": scale, "softcap": softcap, "return_lse": True, "out": into.out[0], "lse": into.lse[0].T}
+    given |= cached(where, "sequences", lambda: options_of(where, q_BTHD.device))
+    with ONE:
+        _flash_attn_fwd(*(unit_stride(x)[0] for x in (q_BTHD, k_BSGD, v_BSGV)), **given)
+
+
+def options_of(where: Intervals, device: torch.device) -> dict[str, Any]:
+    """The options for intervals that are sequences."""
+    sequences = sequences_of(*(side[0] for side in where.host))
+    assert sequences  # the recipe asked
+    cells, causal, window = sequences
+    options = {"causal": causal and window is None} | longest_first(cells.tolist(), device)
+    return options if window is None else options | {"window_size_left": window, "window_size_right": 0}
+
+
+def written(into: Partial, steps: Sequence[Intervals], start: Partial | None) -> Partial:
+    nan_kept(into.lse)
+    for rows in cached(steps[-1], "unseen", lambda: unseen(steps)):
+        into.out[:, rows], into.lse[:, rows] = 0, NEVER
+    if start is None:
+        return into
+    merge_rows(start, slice(None), into, start)
+    return start
+
+
 KERNEL = with_thin(over_rectangles(NAME, forward, backward, refuses, rectangles_of))
+KERNEL = replace(KERNEL, once=Once(room, write, written))

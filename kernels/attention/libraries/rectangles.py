@@ -8,7 +8,7 @@ kernel computes the gradients.
 
 from collections.abc import Callable, Sequence
 from functools import partial as bind
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from ringattn.kernels.total import Total, in_dtype
 # (q, k, v, mask, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, mask, scale) -> dq, dk, dv
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Made = TypeVar("Made")
 Rectangles = Callable[..., tuple[Rectangle, ...]]  # (intervals, q, k, v, backward)
 
 
@@ -114,6 +115,18 @@ def over_rectangles(
         return rectangles_of is not None or len(where.rectangles or ()) == 1
 
     return TorchKernel(attend, gradients, refuses, with_out, rounds=rounds, fills=fills)
+
+
+def cached(where: Intervals, kind: Any, make: Callable[[], Made]) -> Made:
+    """What `make` gives for these intervals, made once; not while a graph is captured, whose memory is its own."""
+    cache = where.made
+    if cache is not None and kind in cache:
+        result: Made = cache[kind]
+        return result
+    result = make()
+    if cache is not None and not (where.begin.is_cuda and torch.cuda.is_current_stream_capturing()):
+        cache[kind] = result
+    return result
 
 
 def sliced(x: Tensor, rows: slice) -> Tensor:

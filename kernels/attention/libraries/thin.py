@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.attention.libraries.rectangles import own_kernel, sliced
+from ringattn.kernels.attention.libraries.rectangles import cached, own_kernel, sliced
 from ringattn.kernels.intervals import Intervals, extent, within
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
@@ -38,14 +38,7 @@ class Thin(NamedTuple):
 
 def thin(where: Intervals) -> Thin | None:
     """The intervals as few keys a query, if they are and the host knows it."""
-    cache = where.made
-    if cache is not None and "thin" in cache:
-        few: Thin | None = cache["thin"]
-        return few
-    few = thinned(where)
-    if cache is not None and not (where.begin.is_cuda and torch.cuda.is_current_stream_capturing()):
-        cache["thin"] = few
-    return few
+    return cached(where, "thin", lambda: thinned(where))
 
 
 def thinned(where: Intervals) -> Thin | None:

@@ -32,6 +32,8 @@ def forward(
 
     Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work.
     """
+    if rounds[0].steps[0].only:
+        return once(q, k, v, axis, rounds[0].steps, score, start)
     part: Partial | None = start
     held: Sequence[Tensor] = (k, v)
     left = sum(step.where is not None for round_ in rounds for step in round_.steps)
@@ -49,6 +51,22 @@ def forward(
             here = room
         held = flight.wait() or held
     return part or empty(q, v.shape[-1])
+
+
+def once(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, steps: Sequence[Step], score: Score, start: Partial | None
+) -> Partial:
+    """`forward` in two steps of which no query has keys in both: only the partial to start from merges."""
+    home, other = steps
+    kernel, write = score.kernel.once, score.write
+    assert kernel and write  # the recipe asked
+    into = kernel.room(q, v.shape[-1])
+    room, trip = room_for(other, k, v)
+    with axis.sharing(*trip, "keys of step 2 of 2, forward") as coming:
+        write(q, k, v, home.where, into)
+    coming.wait()
+    write(q, *room, other.where, into)
+    return kernel.written(into, (home.where, other.where), start)
 
 
 def backward(
@@ -156,6 +174,9 @@ def room_for(step: Step | None, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]
     if step is None:
         return own, ({}, {})
     room = tuple(x.new_empty(x.shape[0], step.length, *x.shape[2:]) for x in own) if step.brought else own
+    if step.own:
+        to, of = (Slices(x, places) for x, places in ((room, step.by_block[step.held]), (own, step.own)))
+        torch._foreach_copy_([*to], [*of])
     into = {source: Slices(room, *places) for source, places in step.brought.items()}
     shown = {ranges: Slices(own, ranges) for ranges in step.shown.values()}  # the same object for all that read it
     return room, ({reader: shown[ranges] for reader, ranges in step.shown.items()}, into)

@@ -20,6 +20,7 @@ from ringattn.kernels.protocol import TorchKernel
 from ringattn.layout import FEW, Shard, count_below
 from ringattn.mask import Mask
 from ringattn.recipe import Sight
+from ringattn.schedule import Only
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from
@@ -33,6 +34,7 @@ class Score(NamedTuple):
     kernel: TorchKernel
     attend: Callable[..., Partial]
     backward: Callable[..., Any]  # (tensors, where, rows, want, into) -> dq, dk, dv
+    write: Callable[..., None] | None  # (q, k, v, where, into), of a kernel that has it
 
 
 class OnDevice(Sight):
@@ -46,8 +48,8 @@ class OnDevice(Sight):
     def seen(self) -> list[tuple[Any, Any]]:
         return bounds_on(self.mask, self.mask.plan.tokens.shard(self.rank), self.device)
 
-    def among(self, keys: Shard) -> Intervals:
-        return local(self.seen, keys, self.device)
+    def among(self, keys: Shard, only: Only | None) -> Intervals:
+        return local(self.of(only), keys, self.device, rectangles=only is None)
 
 
 sight_of = lru_cache(maxsize=8)(OnDevice)  # all calls with a mask use the same one
@@ -72,9 +74,10 @@ def spread_on(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
     return begin + lean * positions, end + rise * positions
 
 
-def local(seen: list[tuple[Any, Any]], shard: Shard, device: torch.device) -> Intervals:
+def local(seen: list[tuple[Any, Any]], shard: Shard, device: torch.device, rectangles: bool = True) -> Intervals:
     """Intervals of positions as those of a shard's local indices; of families those that see something."""
-    return stack([on_device(sides, device) for sides in some([(below(shard, b), below(shard, e)) for b, e in seen])])
+    families = some([(below(shard, b), below(shard, e)) for b, e in seen])
+    return stack([on_device(sides, device, rectangles) for sides in families])
 
 
 def below(shard: Shard, position: Any) -> Any:
@@ -87,14 +90,14 @@ def below(shard: Shard, position: Any) -> Any:
     return before[i] - (edges[1][i - 1] - position).clip(min=0) * (i > 0)
 
 
-def on_device(seen: tuple[Any, ...], device: torch.device) -> Intervals:
-    """Intervals on the device."""
+def on_device(seen: tuple[Any, ...], device: torch.device, rectangles: bool = True) -> Intervals:
+    """Intervals on the device, with their rectangles if these are wanted and few."""
     if isinstance(seen[0], Tensor):
         return Intervals(seen[0].int(), seen[1].int(), made={})
     host = seen[0].astype(np.int32), seen[1].astype(np.int32)
-    rectangles = rectangles_of(*host) if len(host[0]) == 1 else None
+    few = rectangles_of(*host) if rectangles and len(host[0]) == 1 else None
     b, e = (torch.from_numpy(x).to(device, non_blocking=True) for x in host)
-    return Intervals(b, e, rectangles, host, made={})
+    return Intervals(b, e, few, host, made={})
 
 
 @lru_cache(maxsize=1024)
@@ -102,7 +105,8 @@ def score_with(entry: kernels.Kernel, scale: float, softcap: float | None, famil
     """The kernel of a call; with `families` its steps may see several families of intervals."""
     kernel: TorchKernel = over_families(entry.load()) if families else entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given))
+    write = kernel.once and partial(kernel.once.write, **given)
+    return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given), write)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, rectangles: bool) -> kernels.Problem:
