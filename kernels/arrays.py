@@ -37,6 +37,13 @@ def accumulator(x: Array) -> Any:
     return xp.float64 if x.dtype == xp.float64 else xp.float32
 
 
+def in_sums(tree: Any) -> Any:
+    """The same JAX arrays in the dtypes of sums."""
+    import jax
+
+    return jax.tree.map(lambda x: x.astype(accumulator(x)), tree)
+
+
 def fine(x: Array) -> Any:
     """The dtype of an lse: float64 for float64 inputs, and in torch for float32 inputs too; else float32.
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ringattn.kernels.arrays import in_sums
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import JaxKernel, TorchKernel
@@ -58,11 +59,11 @@ def over_families_in_jax(kernel: JaxKernel) -> JaxKernel:
         def gradients(
             q: Any, k: Any, v: Any, where: Intervals, *rows: Any, dq: Any = None, **score: Any
         ) -> tuple[Any, Any, Any]:
-            dk = dv = None
+            grads: Any = None
             for family in where.families:
                 dq, *new = attend_backward(q, k, v, family, *rows, dq=dq, **score)
-                dk, dv = new if dk is None or dv is None else (dk + new[0], dv + new[1])
-            return dq, dk, dv
+                grads = new if grads is None else [in_sums(a) + in_sums(b) for a, b in zip(grads, new, strict=True)]
+            return dq, *grads
 
         return gradients
 

@@ -126,7 +126,8 @@ def as_they_are(
 class JaxKernel:
     """A kernel for JAX arrays.
 
-    attend, attend_backward, refuses   as in torch, without out_dtype=; dq is added to dq= if that is given
+    attend, attend_backward, refuses   as in torch, without out_dtype=; dq is added to dq= if that is given. What is no
+               sum may have the dtype of the inputs
     options    (problem) -> more keyword arguments for both functions
     prepare    (q, dout, lse, delta, out, dlse) -> q and the rows that each step of a backward pass takes in the place
                of (dout, lse, delta), computed once

@@ -295,7 +295,7 @@ def test_programs_for_gpus_call_cudnn(monkeypatch, lse_too):
     given = [jax.ShapeDtypeStruct((1, 1024, h, 64), jnp.bfloat16) for h in (4, 2, 2)]
     lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     found = Counter(re.findall(r"@__cudnn\$fmha(\w+)\(.*?mask_type\\22: \\22(\w+)", lowered))
-    # forward: a loop that begins at home, then the last step's two kinds; backward: three steps away, then home
+    # forward: home, a loop, and the last step, two kinds each; backward: three steps away, then home
     assert found == {
         ("Softmax", "CAUSAL"): 1, ("Softmax", "NO_MASK"): 2 + 2,
         ("SoftmaxBackward", "NO_MASK"): (1 + lse_too) * 3 * 2, ("SoftmaxBackward", "CAUSAL"): 1 + lse_too,

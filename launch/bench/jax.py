@@ -1,8 +1,8 @@
 """Attention on JAX arrays over this machine's GPUs, beside what their kernel does alone.
 
-One process drives all devices. `alone` is the kernel's own rate in one call on one device: causal, of tokens /
-sqrt(ranks) tokens, which are as many (query, key) pairs as a rank has of the whole; other masks whole. Times are
-medians of runs that end when every device is done; TFLOP/s are a device's.
+One process drives all devices. `alone` is the kernel's own rate on one device: causal, of about tokens / sqrt(ranks)
+tokens, which are as many (query, key) pairs as a rank has of the whole; other masks whole. Times are medians of runs
+that end when every device is done, of one of their `calls`; TFLOP/s are a device's.
 """
 
 import sys
@@ -18,12 +18,17 @@ import ringattn as ra
 from ringattn.launch.bench import Row, version
 from ringattn.launch.bench.masks import WORDS, Case, case_of
 from ringattn.launch.bench.ring import FLOPS
-from ringattn.launch.bench.timing import median_ms
+from ringattn.launch.bench.timing import IN_A_ROW, median_ms
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "ranks", "strategy", "layout", "kernel", "mode", "ms", "tflops", "alone", "ratio"]
-# Without it hops wait for the work during which they could travel.
-OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# Without the first, hops wait for the work during which they could travel; without the second, only values travel
+# meanwhile, after the keys.
+OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_collective_permute_combine_threshold_bytes": str(1 << 30),
+}
+ALIGNED = 128  # tokens; kernels are slower at odd lengths
 LONGEST_ON_CPU = 2048
 
 
@@ -39,6 +44,7 @@ class Options:
     strategy: str = option("ring", "ring, gather or ulysses")
     layout: list[str] = option(["zigzag"], "contiguous, striped or zigzag")
     kernel: str = option("auto", "the kernel of every step")
+    calls: int = IN_A_ROW
     repeats: int = option(10, "timed runs")
     hide: bool = option(True, "whether the compiler is asked to hide transfers")
 
@@ -62,9 +68,9 @@ def run(options: Options) -> Iterator[Row]:
     for mask, tokens in product(options.mask, options.tokens):
         case = case_of(mask, tokens)
         tokens = case.tokens
-        share = 1 if case.plain else ranks
-        less = case_of(mask, round(tokens / ranks**0.5)) if share < ranks else case
-        floor = measured(options, ra.plan(single, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
+        less = case_of(mask, aligned(tokens / ranks**0.5)) if case.plain and ranks > 1 else case
+        alone = measured(options, ra.plan(single, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
+        floor = {mode: ms * case.pairs / less.pairs / ranks for mode, ms in alone.items()}
         for layout in options.layout:
             plan = ra.plan(mesh, seq_len=tokens, strategy=options.strategy, layout=layout, **case.asked, **how)
             for mode, ms in measured(options, plan, case).items():
@@ -73,8 +79,12 @@ def run(options: Options) -> Iterator[Row]:
                     "suite": "jax", "jax": version("jax"), "devices": devices[0].device_kind, **asdict(options),
                     "tokens": tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
                     "kernel": kernel_of(plan), "mode": mode, "ms": ms, "tflops": flops / ms / 1e9,
-                    "alone": share * flops / floor[mode] / 1e9, "ratio": floor[mode] / share / ms,
+                    "alone": flops / floor[mode] / 1e9, "ratio": floor[mode] / ms,
                 }  # fmt: skip
+
+
+def aligned(tokens: float) -> int:
+    return max(1, round(tokens / ALIGNED)) * ALIGNED
 
 
 def kernel_of(plan: Any) -> str:
@@ -104,6 +114,15 @@ def measured(options: Options, plan: Any, case: Case) -> dict[str, float]:
     medians = {}
     for name, function in {"forward": forward, "forward+backward": both}.items():
         program = jax.jit(function).lower(*given).compile(compiler_options=choices)
-        medians[name] = median_ms(partial(lambda run: jax.block_until_ready(run(*given)), program), options.repeats)
+        medians[name] = median_ms(partial(in_a_row, program, given, options.calls), options.repeats) / options.calls
         print(f"{plan.seq_len} tokens, ring={plan.ring}, {name}: {medians[name]:.3f} ms", file=sys.stderr)
     return medians
+
+
+def in_a_row(program: Any, given: list[Any], calls: int) -> None:
+    """Run a program so many times; devices run it in order, so all are done when the last one is."""
+    import jax
+
+    for _ in range(calls):
+        results = program(*given)
+    jax.block_until_ready(results)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.arrays import accumulator, in_sums
 from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.partial import NEVER, Partial, empty, merge
 from ringattn.kernels.varying import axes_of, vary
@@ -29,17 +29,18 @@ def over_rectangles(name: str, forward: Forward, backward: Backward) -> tuple[Ca
     def attend(
         q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, *, carry: Partial | None = None, **score: Any
     ) -> Partial:
-        start = empty(q_BTHD, v_BSGV.shape[-1]) if carry is None else carry
-        arrays = vary((q_BTHD, k_BSGD, v_BSGV, start), axes_of(q_BTHD, k_BSGD, v_BSGV, start, where.begin))
-        return chosen(name, where, partial(forward_over, partial(forward, **score)), arrays)
+        arrays = vary((q_BTHD, k_BSGD, v_BSGV), axes_of(q_BTHD, k_BSGD, v_BSGV, carry, where.begin))
+        part = chosen(name, where, partial(forward_over, partial(forward, **score)), arrays)
+        return part if carry is None else merge(in_sums(carry), in_sums(part))
 
     def attend_backward(
         q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Any,
         *, dq: Array | None = None, **score: Any,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
-        arrays: Any = q_BTHD, k_BSGD, v_BSGV, (dout_BTHV, lse_BTH, delta_BTH), dq
-        arrays = vary(arrays, axes_of(arrays, where.begin))
-        return chosen(name, where, partial(backward_over, partial(backward, **score)), arrays)
+        arrays: Any = q_BTHD, k_BSGD, v_BSGV, (dout_BTHV, lse_BTH, delta_BTH)
+        arrays = vary(arrays, axes_of(arrays, dq, where.begin))
+        new, dk, dv = chosen(name, where, partial(backward_over, partial(backward, **score)), arrays)
+        return new if dq is None else in_sums(dq) + in_sums(new), dk, dv
 
     return attend, attend_backward
 
@@ -52,50 +53,55 @@ def chosen(name: str, where: Intervals, run: Callable[..., Any], arrays: tuple[A
             "kernel='reference', which takes any intervals"
         )
     sets = where.choice.sets
+    alone = all(len(rectangles) == 1 for rectangles in sets)
     if len(sets) == 1:
-        return run(sets[0], *arrays)
-    return lax.switch(where.choice.which, [partial(run, rectangles) for rectangles in sets], *arrays)
+        return run(sets[0], alone, *arrays)
+    return lax.switch(where.choice.which, [partial(run, rectangles, alone) for rectangles in sets], *arrays)
 
 
 def forward_over(
-    forward: Forward, rectangles: tuple[Rectangle, ...], q: Array, k: Array, v: Array, total: Partial
+    forward: Forward, rectangles: tuple[Rectangle, ...], alone: bool, q: Array, k: Array, v: Array
 ) -> Partial:
+    """The partial of these rectangles; of one `alone` in the dtype of the inputs, in which it is computed anyway."""
+    total = empty(q, v.shape[-1])
     for rows, keys, mask in rectangles:
         new = Partial(*forward(q[:, rows], k[:, keys], v[:, keys], mask))
-        if len(rectangles) == 1:
-            return merge(total, Partial(around(new.out, rows, q), around(new.lse, rows, q, NEVER)))
+        if alone:
+            return Partial(around(new.out, rows, q), around(new.lse, rows, q, NEVER))
         new = merge(Partial(total.out[:, rows], total.lse[:, rows]), new)
         total = Partial(put(total.out, rows, new.out), put(total.lse, rows, new.lse))
     return total
 
 
 def backward_over(
-    backward: Backward, rectangles: tuple[Rectangle, ...], q: Array, k: Array, v: Array, rows: Any, dq: Array | None
+    backward: Backward, rectangles: tuple[Rectangle, ...], alone: bool, q: Array, k: Array, v: Array, rows: Any
 ) -> tuple[Array, Array, Array]:
-    totals: tuple[Any, ...] = dq, None, None
+    """The gradients of these rectangles: their sums, or those of one `alone` in the dtypes that it gives."""
+    sums: list[Any] = [None, None, None]
     for queries, keys, mask in rectangles:
         here = jax.tree.map(lambda x, at=queries: x[:, at], rows)
         parts = backward(q[:, queries], k[:, keys], v[:, keys], here, mask)
-        ats, single = (queries, keys, keys), len(rectangles) == 1
-        totals = tuple(accumulated(*x, single) for x in zip(totals, parts, ats, (q, k, v), strict=True))
-    missing = (jnp.zeros(x.shape, accumulator(x)) if t is None else t for t, x in zip(totals, (q, k, v), strict=True))
+        ats = (queries, keys, keys)
+        if alone:
+            dq, dk, dv = (around(grad, at, x) for grad, at, x in zip(parts, ats, (q, k, v), strict=True))
+            return dq, dk, dv
+        sums = [added(*each) for each in zip(sums, parts, ats, (q, k, v), strict=True)]
+    missing = (jnp.zeros(x.shape, accumulator(x)) if t is None else t for t, x in zip(sums, (q, k, v), strict=True))
     dq, dk, dv = vary(tuple(missing), axes_of(q, k, v, rows))
     return dq, dk, dv
 
 
-def accumulated(total: Array | None, grad: Array, at: slice, like: Array, single: bool) -> Array:
-    """total with `grad` added to its [:, at], in float32; without a total, the part with zeros around it."""
-    grad = grad.astype(accumulator(like))
-    if total is None:
-        return around(grad, at, like)
-    return total + around(grad, at, like) if single else put(total, at, total[:, at] + grad)
+def added(total: Array | None, grad: Array, at: slice, like: Array) -> Array:
+    """total with `grad` added to its [:, at]; without a total, `grad` with zeros around it."""
+    grad = in_sums(grad)
+    return around(grad, at, like) if total is None else put(total, at, total[:, at] + grad)
 
 
 def around(grad: Array, at: slice, like: Array, fill: float = 0.0) -> Array:
     """`grad` as the [:, at] of an array with as many tokens as `like`, with `fill` elsewhere.
 
-    Adding that to a total is one pass over it. To update the total in place, a branch of a `switch` must copy it first,
-    since all branches get it; that is faster only with several parts.
+    It is added to a total behind the `switch`: a branch that updates the total must copy it first, since all branches
+    get it.
     """
     edges = [(0, 0), (at.start, like.shape[1] - at.stop)] + [(0, 0)] * (grad.ndim - 2)
     return jnp.pad(grad, edges, constant_values=fill)

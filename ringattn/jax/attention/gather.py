@@ -11,6 +11,7 @@ from jax import Array
 from ringattn.jax.attention.groups import of_heads, one_ahead
 from ringattn.jax.attention.steps import Score, Sight
 from ringattn.jax.sharding import reordered
+from ringattn.kernels.arrays import in_sums
 from ringattn.kernels.partial import Partial
 from ringattn.spmd import SharedRecipe
 
@@ -31,7 +32,7 @@ def gather_forward(
 def gather_backward(
     q: Array, k: Array, v: Array, recipe: SharedRecipe, sight: Sight, score: Score, rows: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in float32; `rows` are this device's dout, lse and delta, as the kernel wants them.
+    """(dq, dk, dv), the sums in float32; `rows` are this device's dout, lse and delta, as the kernel wants them.
 
     On TPUs the gradients of keys travel by rotations and are added here: for v4 and v5p XLA makes a sum of bfloat16 of
     its own reduce-scatter.
@@ -45,7 +46,7 @@ def gather_backward(
         return grads, dq, ()
 
     def send(grads: Any) -> list[Any]:
-        return [axis.reduce_scatter(reordered(x, sight.keys, 1), 1) for x in grads]
+        return [axis.reduce_scatter(reordered(in_sums(x), sight.keys, 1), 1) for x in grads]
 
     (dk, dv), dq, _ = one_ahead(partial(arriving, (k, v), recipe), work, send, groups)
     return dq, dk, dv

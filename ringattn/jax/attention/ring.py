@@ -5,7 +5,7 @@ A hop overlaps a step's work only if it starts before and ends after it. Left al
 holds them together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention.steps import Score, Sight
+from ringattn.kernels.arrays import in_sums
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.varying import axes_of, vary
 from ringattn.spmd import Flight, Rotation, SharedRecipe
@@ -30,16 +31,20 @@ def ring_forward(
         keys, part = carry
         arriving = rotate(axis, keys, flight.keys)
         part = Partial(*score.attend(q, *keys, sight.at(distance), carry=part))
-        return lax.optimization_barrier((arriving, part))
+        return lax.optimization_barrier((arriving, part)) if flight.keys else (arriving, part)
 
-    first = start or empty(q, v.shape[-1])
-    return travel(recipe.route.forward, step, vary(((k, v), first), axes_of(q, k, v, sight.begin)))[1]
+    legs = recipe.route.forward
+    if recipe.rectangles:
+        legs = home_apart(legs)
+    else:  # a loop needs something to merge with
+        start = start or empty(q, v.shape[-1])
+    return travel(legs, step, vary(((k, v), start), axes_of(q, k, v, sight.begin)))[1]
 
 
 def ring_backward(
     q: Array, k: Array, v: Array, recipe: SharedRecipe, sight: Sight, score: Score, rows: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
+    """(dq, dk, dv), the sums in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
 
     The work at home has two halves: dq while the keys start to travel, (dk, dv) while the others' return. A kernel
     without halves runs while they return, which takes longer, since gradients are float32.
@@ -50,8 +55,9 @@ def ring_backward(
         keys, dq, grads = carry  # the first of these steps adds to zero, or to the dq from home
         arriving, following = rotate(axis, keys, flight.keys), rotate(axis, grads, flight.grads)
         dq, dk, dv = score.attend_backward(q, *keys, sight.at(distance), *rows, dq=dq)
-        arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
-        return arriving, dq, (dk, dv) if flight.grads is None else (following[0] + dk, following[1] + dv)
+        if flight.keys or flight.grads:
+            arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
+        return arriving, dq, added(following, (dk, dv)) if flight.grads else (dk, dv)
 
     k, v, rows = lax.optimization_barrier((k, v, rows))  # else XLA sends the first hop, and holds its memory, too early
     home = (q, k, v, sight.at(0), *rows)
@@ -66,7 +72,17 @@ def ring_backward(
     own = score.halves(*home) if score.halves else score.attend_backward(*home, dq=dq)
     dq = dq if score.halves else own[0]
     returned, *own = lax.optimization_barrier((rotate(axis, grads, route.home), *own[1:]))
-    return dq, own[0] + returned[0], own[1] + returned[1]
+    return dq, *added(own, returned)
+
+
+def added(a: Any, b: Any) -> Any:
+    return tuple(x + y for x, y in zip(in_sums(a), in_sums(b), strict=True))
+
+
+def home_apart(legs: Sequence[tuple[Flight, list[int]]]) -> list[tuple[Flight, list[int]]]:
+    """The same steps, the first of which is in no loop: it has other rectangles, and nothing to merge with."""
+    (flight, (home, *others)), *rest = legs
+    return [(flight, [home]), *([(flight, others)] if others else []), *rest]
 
 
 def travel(legs: list[tuple[Flight, list[int]]], step: Callable[..., Any], carry: Any) -> Any:
@@ -79,7 +95,8 @@ def travel(legs: list[tuple[Flight, list[int]]], step: Callable[..., Any], carry
             def looped(carry: Any, distance: Array, flight: Flight = flight) -> tuple[Any, None]:
                 return step(flight, carry, distance), None
 
-            carry, _ = lax.scan(looped, carry, jnp.asarray(distances, jnp.int32))
+            keys, *sums = carry  # a step may give them in a narrower dtype, but a loop's carry keeps its type
+            carry, _ = lax.scan(looped, (keys, *in_sums(sums)), jnp.asarray(distances, jnp.int32))
     return carry
 
 

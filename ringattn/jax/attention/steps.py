@@ -117,9 +117,9 @@ class Table(NamedTuple):
     which: np.ndarray  # [distances, ranks]
 
     def choice(self, row: Any, rank: Any) -> Choice:
-        """The sets that can be met in this row (in all rows, if it is traced), and this rank's."""
+        """The sets that can be met in this row, and this rank's; a traced row is not the first, which is in no loop."""
         one_row = isinstance(row, int)
-        met = sorted(set(self.which[row] if one_row else self.which.flat))
+        met = sorted(set(self.which[row] if one_row else self.which[1:].flat))
         renamed = np.searchsorted(met, self.which).astype(np.int32)
         return Choice(Sets(self.sets[i] for i in met), jnp.asarray(renamed)[row, rank])
 
