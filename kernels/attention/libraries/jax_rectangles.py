@@ -53,20 +53,20 @@ def chosen(name: str, where: Intervals, run: Callable[..., Any], arrays: tuple[A
             "kernel='reference', which takes any intervals"
         )
     sets = where.choice.sets
-    alone = all(len(rectangles) == 1 for rectangles in sets)
+    single = all(len(rectangles) == 1 for rectangles in sets)
     if len(sets) == 1:
-        return run(sets[0], alone, *arrays)
-    return lax.switch(where.choice.which, [partial(run, rectangles, alone) for rectangles in sets], *arrays)
+        return run(sets[0], single, *arrays)
+    return lax.switch(where.choice.which, [partial(run, rectangles, single) for rectangles in sets], *arrays)
 
 
 def forward_over(
-    forward: Forward, rectangles: tuple[Rectangle, ...], alone: bool, q: Array, k: Array, v: Array
+    forward: Forward, rectangles: tuple[Rectangle, ...], single: bool, q: Array, k: Array, v: Array
 ) -> Partial:
-    """The partial of these rectangles; of one `alone` in the dtype of the inputs, in which it is computed anyway."""
+    """The partial of these rectangles; of one `single` in the dtype of the inputs, in which it is computed anyway."""
     total = empty(q, v.shape[-1])
     for rows, keys, mask in rectangles:
         new = Partial(*forward(q[:, rows], k[:, keys], v[:, keys], mask))
-        if alone:
+        if single:
             return Partial(around(new.out, rows, q), around(new.lse, rows, q, NEVER))
         new = merge(Partial(total.out[:, rows], total.lse[:, rows]), new)
         total = Partial(put(total.out, rows, new.out), put(total.lse, rows, new.lse))
@@ -74,15 +74,15 @@ def forward_over(
 
 
 def backward_over(
-    backward: Backward, rectangles: tuple[Rectangle, ...], alone: bool, q: Array, k: Array, v: Array, rows: Any
+    backward: Backward, rectangles: tuple[Rectangle, ...], single: bool, q: Array, k: Array, v: Array, rows: Any
 ) -> tuple[Array, Array, Array]:
-    """The gradients of these rectangles: their sums, or those of one `alone` in the dtypes that it gives."""
+    """The gradients of these rectangles: their sums, or those of one `single` in the dtypes that it gives."""
     sums: list[Any] = [None, None, None]
     for queries, keys, mask in rectangles:
         here = jax.tree.map(lambda x, at=queries: x[:, at], rows)
         parts = backward(q[:, queries], k[:, keys], v[:, keys], here, mask)
         ats = (queries, keys, keys)
-        if alone:
+        if single:
             dq, dk, dv = (around(grad, at, x) for grad, at, x in zip(parts, ats, (q, k, v), strict=True))
             return dq, dk, dv
         sums = [added(*each) for each in zip(sums, parts, ats, (q, k, v), strict=True)]

@@ -31,7 +31,9 @@ def ring_forward(
         keys, part = carry
         arriving = rotate(axis, keys, flight.keys)
         part = Partial(*score.attend(q, *keys, sight.at(distance), carry=part))
-        return lax.optimization_barrier((arriving, part)) if flight.keys else (arriving, part)
+        if recipe.rectangles and not flight.keys:  # the last merge may become one pass with what follows
+            return arriving, part
+        return lax.optimization_barrier((arriving, part))
 
     legs = recipe.route.forward
     if recipe.rectangles:
@@ -55,8 +57,7 @@ def ring_backward(
         keys, dq, grads = carry  # the first of these steps adds to zero, or to the dq from home
         arriving, following = rotate(axis, keys, flight.keys), rotate(axis, grads, flight.grads)
         dq, dk, dv = score.attend_backward(q, *keys, sight.at(distance), *rows, dq=dq)
-        if flight.keys or flight.grads:
-            arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
+        arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
         return arriving, dq, added(following, (dk, dv)) if flight.grads else (dk, dv)
 
     k, v, rows = lax.optimization_barrier((k, v, rows))  # else XLA sends the first hop, and holds its memory, too early
