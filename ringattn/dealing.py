@@ -2,7 +2,8 @@
 
 Short documents lie whole on one rank, neighbours together. Long ones are cut in pairs of an early and a late block over
 as few ranks as balance allows. At last ranks with too much work swap late tokens against early ones of ranks with too
-little. Work is counted in pairs of a query and a key that it sees. Plain numpy and Python: milliseconds a batch.
+little. Work is counted in pairs of a query and a key that it sees. Kernels compute tiles of queries, so documents are
+cut between tiles where that is possible: a tile that is cut is computed twice. Plain numpy and Python: milliseconds.
 """
 
 from bisect import bisect_right
@@ -16,7 +17,9 @@ from ringattn.bands import Work
 SHARE = 0.6  # of a rank's work or tokens: a longer document, or a part of one, is cut over more ranks
 GROUPS = 8  # of short neighbours, that fill a rank
 GOAL = 1.01  # the work of the busiest rank over the mean at which swapping stops
-SWAPS, PARTNERS, TRIED = 16, 8, 3  # swaps a rank, ranks to swap with, and ranges of each that are tried, at most
+SWAPS, PARTNERS = 16, 8  # swaps a rank, and ranks to swap with, at most
+TRIED = (3, 8)  # ranges of each that are tried, at most: more if no swap of fewer wins anything
+TILE, TILES = 128, 32  # queries that a kernel computes at once, and from how many tiles a rank on that counts
 Range = tuple[int, int]
 
 
@@ -26,6 +29,8 @@ class Deal:
     def __init__(self, starts: np.ndarray, total: int, ranks: int, work: Work):
         edges = np.append(starts, total)  # after the documents is padding, which sees nothing
         lengths = np.diff(edges)
+        self.tile = TILE if total >= TILES * TILE * ranks else 1
+        work = in_tiles(work, edges, self.tile)
         pairs = np.diff(work.below(edges))
         self.ranks, self.counts = ranks, tuple(x.tolist() for x in work)
         self.edges, self.lengths, self.pairs = edges, lengths, pairs
@@ -47,6 +52,16 @@ class Deal:
     def document(self, at: int) -> int:
         return bisect_right(self.lists[0], at) - 1
 
+    def whole(self, start: int, at: int) -> int:
+        """Where to cut tokens from `start` on, at most at `at`: whole tiles after the start of the document."""
+        first = self.lists[0][self.document(start)]
+        return max(start, first + (at - first) // self.tile * self.tile)
+
+    def torn(self, at: int) -> int:
+        """What a cut within a tile costs on both of its sides."""
+        inside = (at - self.lists[0][self.document(at)]) % self.tile
+        return (self.below(at + 1) - self.below(at)) * self.tile // 2 if inside else 0
+
     def put(self, start: int, stop: int, rank: int) -> None:
         if start < stop:
             self.held[rank].append((start, stop))
@@ -57,9 +72,11 @@ class Deal:
         """Give these tokens to whichever ranks have room."""
         while start < stop:
             rank = max(range(self.ranks), key=self.room.__getitem__)
-            n = min(stop - start, self.room[rank])
-            self.put(start, start + n, rank)
-            start += n
+            end = min(stop, start + self.room[rank])
+            tiles = self.whole(start, end)
+            end = tiles if start < tiles and end < stop else end
+            self.put(start, end, rank)
+            start = end
 
     def deal_long(self, start: int, stop: int) -> None:
         """A long document: an early and a late block of it for each of a few ranks."""
@@ -70,12 +87,13 @@ class Deal:
         while k < self.ranks and n / k + 1 > min(self.room[r] for r in ranks):
             k += 1
             ranks = sorted(by_load, key=lambda r: -self.room[r])[:k]
-        edges = [start + n * i // (2 * k) for i in range(2 * k + 1)]
+        edges = [start + n * i // (2 * k) // self.tile * self.tile for i in range(2 * k)] + [stop]
         for j, rank in enumerate(ranks):
             for a, b in ((edges[j], edges[j + 1]), (edges[2 * k - 1 - j], edges[2 * k - j])):
                 fits = min(b - a, self.room[rank])
-                self.put(a, a + fits, rank)
-                self.late.append((a + fits, b))
+                end = b if fits == b - a else self.whole(a, a + fits)
+                self.put(a, end, rank)
+                self.late.append((end, b))
 
     def run(self) -> list[list[Range]]:
         """All ranges of each rank."""
@@ -92,7 +110,7 @@ class Deal:
         at = np.append(np.flatnonzero(first), len(long)).tolist()
         items = [(int(self.edges[a]), int(self.edges[b])) for a, b in pairwise(at) if not lone[a]]
         weights = [self.below(b) - self.below(a) for a, b in items]
-        spill = [tokens for tokens in self.late if tokens[0] < tokens[1]]
+        spill = [tokens for tokens in joined(self.late) if tokens[0] < tokens[1]]
         for i in sorted(range(len(items)), key=lambda i: -weights[i]):
             (a, b), w = items[i], weights[i]
             fits = [r for r in range(self.ranks) if self.room[r] >= b - a]
@@ -100,7 +118,7 @@ class Deal:
                 spill.append((a, b))
                 continue
             self.put(a, b, min(fits, key=lambda r: max((self.load[r] + w) / self.work, 0) - self.room[r] / self.tokens))
-        for a, b in spill:
+        for a, b in sorted(spill, key=self.density, reverse=True):  # the last ones fill gaps of less than a tile
             self.fill(a, b)
         self.fill(int(self.edges[-2]), int(self.edges[-1]))
         self.repair()
@@ -111,15 +129,17 @@ class Deal:
         for _ in range(SWAPS * self.ranks):
             order = sorted(range(self.ranks), key=self.load.__getitem__)
             high = order.pop()
-            if self.load[high] <= GOAL * self.work or not any(self.swap(high, low) for low in order[:PARTNERS]):
+            if self.load[high] <= GOAL * self.work:
+                return
+            if not any(self.swap(high, low, tried) for tried in TRIED for low in order[:PARTNERS]):
                 return
 
     def density(self, tokens: Range) -> float:
         return (self.below(tokens[1]) - self.below(tokens[0])) / (tokens[1] - tokens[0])
 
-    def received(self, rank: int) -> tuple[dict[int, int], int]:
-        """How far into documents that began elsewhere this rank's ranges reach, and how many of those keys it lacks."""
-        places = [(self.document(a), a, b) for a, b in self.held[rank]]
+    def received(self, ranges: list[Range]) -> tuple[dict[int, int], int]:
+        """How far into documents that began elsewhere these ranges reach, and how many of those keys they lack."""
+        places = [(self.document(a), a, b) for a, b in ranges]
         reach: dict[int, int] = {}
         for doc, a, _ in places:
             if a > self.lists[0][doc]:
@@ -127,36 +147,37 @@ class Deal:
         own = sum(max(0, min(b, self.lists[0][doc] + reach.get(doc, 0)) - a) for doc, a, b in places)
         return reach, sum(reach.values()) - own
 
-    def swap(self, high: int, low: int) -> bool:
+    def swap(self, high: int, low: int, tried: int) -> bool:
         """Exchange late tokens of one rank and as many early ones of another; False if nothing is won."""
         want = min(self.load[high] - self.work, self.work - self.load[low])
         if want <= 0:
             return False
-        givers = sorted(self.held[high], key=self.density)[-TRIED:]
-        takers = sorted(self.held[low], key=self.density)[:TRIED]
-        (reach_high, has_high), (reach_low, has_low) = self.received(high), self.received(low)
-        best: tuple[float, int, Range, Range] | None = None
+        givers = sorted(self.held[high], key=self.density)[-tried:]
+        takers = sorted(self.held[low], key=self.density)[:tried]
+        (reach_high, has_high), (reach_low, has_low) = self.received(self.held[high]), self.received(self.held[low])
+        best: tuple[float, list[Range], list[Range], float] | None = None
         for give in givers:
             for take in takers:
-                n, gain = self.exchanged(give, take, want)
+                n, moved = self.exchanged(give, take, want)
                 more_low, more_high = self.more(give[1] - n, reach_low), self.more(take[0], reach_high)
-                crowded = has_low + more_low > self.most or has_high + more_high > self.most
-                score = gain / want - (more_low + more_high) / self.longest
-                if gain > 0.02 * want and not crowded and (best is None or score > best[0]):
-                    best = score, n, give, take
+                torn = max(self.torn(give[1] - n), self.torn(take[0] + n))
+                score = (moved - torn) / want - (more_low + more_high) / self.longest
+                if moved <= 0.02 * want or (best is not None and score <= best[0]):
+                    continue
+                highs = without(self.held[high], give, (give[0], give[1] - n), (take[0], take[0] + n))
+                lows = without(self.held[low], take, (take[0] + n, take[1]), (give[1] - n, give[1]))
+                if self.fits(highs, has_high + more_high) and self.fits(lows, has_low + more_low):
+                    best = score, highs, lows, moved
         if best is None:
             return False
-        _, n, give, take = best
-        for rank, old, kept, new in (
-            (high, give, (give[0], give[1] - n), (take[0], take[0] + n)),
-            (low, take, (take[0] + n, take[1]), (give[1] - n, give[1])),
-        ):
-            self.held[rank].remove(old)
-            self.held[rank] += [tokens for tokens in (kept, new) if tokens[0] < tokens[1]]
-        moved = self.below(give[1]) - self.below(give[1] - n) - self.below(take[0] + n) + self.below(take[0])
+        _, self.held[high], self.held[low], moved = best
         self.load[high] -= moved
         self.load[low] += moved
         return True
+
+    def fits(self, ranges: list[Range], most: int) -> bool:
+        """Whether these ranges, which receive at most so many keys, receive no more than a rank may."""
+        return most <= self.most or self.received(ranges)[1] <= self.most
 
     def more(self, start: int, reach: dict[int, int]) -> int:
         """How many more keys a rank receives with a range that begins at `start`."""
@@ -173,11 +194,28 @@ class Deal:
         low, high = 0, min(give[1] - give[0], take[1] - take[0])
         if gain(high) <= want:
             low = high
-        least = high // 64
+        most, least = high, high // 64
         while low + least < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if gain(middle) <= want else (low, middle - 1)
-        return low, gain(low)
+        last = (give[1] - self.lists[0][self.document(give[1] - 1)]) % self.tile  # queries of the last tile of `give`
+        near = low + (last - low + self.tile // 2) % self.tile - self.tile // 2  # so that whole tiles are left
+        n = near if 0 < near <= most and gain(near) < 1.5 * want else low
+        return n, gain(n)
+
+
+def in_tiles(work: Work, edges: np.ndarray, tile: int) -> Work:
+    """The same work, and half of what each document's last tile computes beyond its end: some tiles are smaller."""
+    ends = edges[1:]
+    beyond = (-np.diff(edges) % tile) * (work.below(ends) - work.below(ends - 1)) // 2
+    return work._replace(
+        before=work.before + np.append(0, np.cumsum(beyond))[np.searchsorted(ends, work.edges, "right")]
+    )
+
+
+def without(ranges: list[Range], old: Range, *new: Range) -> list[Range]:
+    """The ranges with new ones in the place of an old one."""
+    return [x for x in ranges if x != old] + [x for x in new if x[0] < x[1]]
 
 
 def joined(ranges: list[Range]) -> list[Range]:
