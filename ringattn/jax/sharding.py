@@ -40,7 +40,10 @@ def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
     if jax.typeof(x).sharding.spec[dim] is not None:  # no permutation along a dim that the type says is cut
         x = placed(x, plan, dim, ())
     pad = plan.tokens.padded_length - plan.seq_len
-    x = padded(x, pad, dim) if pad else x
+    if pad:
+        x = padded(x, pad, dim)
+        if isinstance(x, jax.core.Tracer):  # else the compiler may cut other dims first, and then has to gather all
+            x = placed(x, plan, dim, ())
     return placed(reordered(x, plan.tokens, dim), plan, dim, sequence_axes(plan))
 
 
