@@ -63,7 +63,8 @@ def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
         pairs = np.arange(ranks * shard) - starts[document] + 1
         below, count = np.append(0, np.cumsum(pairs)), [*count, *map(len, results)]
         work = np.array([sum(below[b] - below[a] for a, b in ranges) for ranges in results])
-        assert work.max() <= 1.02 * work.mean()
+        everything = np.sort(np.concatenate([np.arange(a, b) for ranges in results for a, b in ranges]))
+        assert work.max() <= 1.02 * work.mean() and (everything == np.arange(ranks * shard)).all()
         computed += sum(tiles(starts, ranges) for ranges in results)
         whole += tiles(starts, [(0, ranks * shard)])
         for ranges in results:
