@@ -3,9 +3,10 @@
 The floor of a causal or full mask is one call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query,
 key) pairs as a rank has of the whole. The floor of other masks is the whole sequence on one device, divided by the
 ranks. Only pairs that the mask leaves count as flops. `overhead` is the part of the time that the floor does not
-explain; what a trace calls exposed is communication. Times are medians: of the slowest rank in the table, of rank 0 in
-the lines that come before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients and lse.
-`peers` are torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
+explain; what a trace calls exposed is communication. The floor is the mean of its times before and after, since a GPU
+may slow down as it warms up. Times are medians: of the slowest rank in the table, of rank 0 in the lines that come
+before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients and lse. `peers` are torch's
+own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
 """
 
 from collections.abc import Callable, Iterator
@@ -92,7 +93,8 @@ def measured(options: Options) -> Iterator[Row]:
     mesh = ra.init_mesh(ring=ring, ulysses=options.ulysses, device_type=options.device)
     for number, (mask, case) in enumerate(cases(options.mask, options.tokens)):
         tokens = case.tokens
-        floors = floor(options, case) if options.floor else dict.fromkeys(options.modes)
+        rows: list[Row] = []
+        before = floor(options, case) if options.floor else {}
         for who, about, calls in contestants(options, mesh, case):
             for mode in options.modes:
                 if options.device == "cuda":
@@ -100,10 +102,14 @@ def measured(options: Options) -> Iterator[Row]:
                 ms = max(timed(each[mode], options) for each in calls)  # of all ranks, if they are played
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim
                 row = {"tokens": tokens, "mask": mask, "who": who, **about, "mode": mode, "ms": ms, "flops": flops}
-                row |= {"floor_ms": floors[mode], "peak": peak(options, tokens, mode)}
+                rows.append(row | {"peak": peak(options, tokens, mode)})
                 if options.trace and not number:
-                    row["spans"] = timeline.record(calls[0][mode])
-                yield row
+                    rows[-1]["spans"] = timeline.record(calls[0][mode])
+            del calls
+        after = floor(options, case) if options.floor else {}
+        for row in rows:
+            both = [each[str(row["mode"])] for each in (before, after) if each]
+            yield row | {"floor_ms": sum(both) / len(both) if both else None}
 
 
 def floor(options: Options, case: Case) -> dict[str, float]:
