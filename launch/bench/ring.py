@@ -63,8 +63,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.ranks % self.ulysses:
             raise ValueError(f"ulysses={self.ulysses} does not divide ranks={self.ranks}")
-        if processes_of(self) != self.ranks and (self.peers or self.strategy not in ("auto", "ring")):
-            raise ValueError(f"processes={self.processes} plays the ranks of a ring; leave out peers and strategy")
+        if processes_of(self) != self.ranks and (self.peers or self.strategy == "ulysses"):
+            raise ValueError(f"processes={self.processes} plays the ranks of a ring; leave out peers and Ulysses")
         for mask in self.mask:
             asked_by(mask, max(self.tokens))
 
@@ -133,7 +133,7 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
         for layout in options.layout:
             plan = ra.plan(
                 target, seq_len=case.tokens, heads=(options.heads, options.kv_heads), head_dim=options.head_dim,
-                strategy="ring" if played else options.strategy, layout=layout, kernel=options.kernel, **case.asked,
+                strategy="ring" if played and options.strategy == "auto" else options.strategy, layout=layout, kernel=options.kernel, **case.asked,
                 transport=ra.Transport(
                     options.route, together=options.together or None, groups=options.groups or None, by=transport
                 ),
