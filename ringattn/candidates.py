@@ -16,8 +16,8 @@ from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.transport import Transport
 
-# The time over that of the fastest, and the busiest rank's work over the mean: no difference. Documents are dealt out by
-# tiles, and pairs are counted here.
+# The time over that of the fastest, and the busiest rank's work over the mean, that make no difference: documents are
+# dealt out by tiles, and pairs are counted here.
 ALIKE, EVEN = 1.02, 1.03
 
 

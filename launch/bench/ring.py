@@ -123,6 +123,7 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
     """(who, what about it, what is timed), one after the other: each has the memory to itself; peers come first."""
     ring, u = options.ranks // options.ulysses, options.ulysses
     played = processes_of(options) != options.ranks
+    strategy = "ring" if played and options.strategy == "auto" else options.strategy
     target = elsewhere(options.device, [(ring, u)], gpus=options.ranks) if played else mesh
     for method in options.peers:
         with torch_context_parallel(mesh["ring"], options.ranks, method, options.device):
@@ -133,7 +134,7 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
         for layout in options.layout:
             plan = ra.plan(
                 target, seq_len=case.tokens, heads=(options.heads, options.kv_heads), head_dim=options.head_dim,
-                strategy="ring" if played and options.strategy == "auto" else options.strategy, layout=layout, kernel=options.kernel, **case.asked,
+                strategy=strategy, layout=layout, kernel=options.kernel, **case.asked,
                 transport=ra.Transport(
                     options.route, together=options.together or None, groups=options.groups or None, by=transport
                 ),
