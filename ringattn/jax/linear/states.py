@@ -133,14 +133,14 @@ def around(call: Exchange, own: Map, start: Array, given: Any) -> tuple[Array, A
     plan, parts, trips = call.plan, segments(call.plan), passes(call.plan)
     flip = slice(None, None, -1 if call.reverse else 1)
     shard = jax.tree.map(lambda x: gathered(plan, (plan.ulysses_axis,), x)[flip], own)
-    befores, made, state = [], [], start
+    earlier, made, state = [], [], start
     for i in range(trips):
         maps, share = jax.tree.map(lambda x, i=i: x[len(x) * i // trips : len(x) * (i + 1) // trips], (shard, given))
         reverse = i == 1 if trips == 2 else call.reverse
         before, state, done = passed(call, reverse, composed(maps), state, share)
-        befores.append(walk(maps, before)[0])
+        earlier.append(walk(maps, before)[0])
         made.append(done)
-    mine = lax.dynamic_slice_in_dim(jnp.concatenate(befores)[flip], plan.ulysses_axis.rank * parts, parts)
+    mine = lax.dynamic_slice_in_dim(jnp.concatenate(earlier)[flip], plan.ulysses_axis.rank * parts, parts)
     return rows(mine), state, jax.tree.map(lambda *x: jnp.concatenate(x), *made)
 
 
