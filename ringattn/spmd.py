@@ -113,7 +113,7 @@ class SharedRecipe(Recipe):
         yield from ["  step 1: all keys, which come at once"] if self.gathers else self.steps(route.forward)
         if not self.gradients:
             return
-        yield f"backward: kernel {kernel.name}{f'; the same, and their gradients in {self.wide}' * travels}"
+        yield f"backward: kernel {kernel.name}{f'; the same, and sums of their gradients in {self.wide}' * travels}"
         if self.gathers:
             yield "  step 1: all keys, which come at once; then their gradients are added up and scattered home"
         elif not travels:
