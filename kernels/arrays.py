@@ -44,6 +44,13 @@ def in_sums(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(accumulator(x)), tree)
 
 
+def sum_of(a: Any, b: Any) -> Any:
+    """a + b of JAX arrays, or of trees of them, in the dtypes of sums."""
+    import jax
+
+    return jax.tree.map(lambda x, y: x + y, in_sums(a), in_sums(b))
+
+
 def fine(x: Array) -> Any:
     """The dtype of an lse: float64 for float64 inputs, and in torch for float32 inputs too; else float32.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ringattn.kernels.arrays import in_sums
+from ringattn.kernels.arrays import sum_of
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import JaxKernel, TorchKernel
@@ -62,7 +62,7 @@ def over_families_in_jax(kernel: JaxKernel) -> JaxKernel:
             grads: Any = None
             for family in where.families:
                 dq, *new = attend_backward(q, k, v, family, *rows, dq=dq, **score)
-                grads = new if grads is None else [in_sums(a) + in_sums(b) for a, b in zip(grads, new, strict=True)]
+                grads = new if grads is None else sum_of(grads, new)
             return dq, *grads
 
         return gradients

@@ -194,13 +194,13 @@ class Deal:
         low, high = 0, min(give[1] - give[0], take[1] - take[0])
         if gain(high) <= want:
             low = high
-        longest, least = high, high // 64
+        size, least = high, high // 64
         while low + least < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if gain(middle) <= want else (low, middle - 1)
         last = (give[1] - self.lists[0][self.document(give[1] - 1)]) % self.tile  # queries of the last tile of `give`
         near = low + (last - low + self.tile // 2) % self.tile - self.tile // 2  # so that whole tiles are left
-        n = near if 0 < near <= longest and gain(near) < 1.5 * want else low
+        n = near if 0 < near <= size and gain(near) < 1.5 * want else low
         return n, gain(n)
 
 

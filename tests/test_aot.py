@@ -142,10 +142,8 @@ def test_linear_attention_of_grouped_heads_sends_states(topology, rule):
     plan = ra.Plan(2048, 8, 1, "ring", "contiguous", heads=(4, 2), head_dim=128)
     found = ra.aot_report(topology, plan, linear=rule)
     state = 4 * 128 * 128 * 4  # of a device: a state for each head of values
-    for program, passes in (
-        (found.forward, 1),
-        (found.backward, 2),
-    ):  # gathered from all devices, or passed on in parts
+    for program, passes in ((found.forward, 1), (found.backward, 2)):
+        # gathered from all devices, or passed on in parts
         assert 2 * state <= program.sent / passes <= 8.01 * state, str(program)
     kernels = [name for name in found.forward.order if name.endswith("_kernel")]
     assert kernels == ["map_kernel", "outputs_kernel"] and found.forward.order[-1] == kernels[-1], str(found)

@@ -386,7 +386,7 @@ def test_two_processes_of_two_devices_each():
 
 
 def test_an_uneven_length_is_not_gathered_by_the_compiler(capfd):
-    """Padded in a program, the heads of q were cut by ring and ulysses first, and XLA said that it gathers all."""
+    """In a jitted program XLA sharded the heads of the padded q first, and had to replicate it (it logs a warning)."""
     mesh = rj.init_mesh(ring=2, ulysses=2, devices=jax.devices()[:4])
     plan = ra.plan(mesh, seq_len=61, layout="contiguous", strategy="ring")
     q, k, v = (jnp.full((1, 61, 6, 8), i) for i in (0.1, 0.2, 0.3))

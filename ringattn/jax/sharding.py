@@ -42,7 +42,7 @@ def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
     pad = plan.tokens.padded_length - plan.seq_len
     if pad:
         x = padded(x, pad, dim)
-        if isinstance(x, jax.core.Tracer):  # else the compiler may cut other dims first, and then has to gather all
+        if isinstance(x, jax.core.Tracer):  # else XLA may shard other dims first, and then has to replicate x
             x = placed(x, plan, dim, ())
     return placed(reordered(x, plan.tokens, dim), plan, dim, sequence_axes(plan))
 

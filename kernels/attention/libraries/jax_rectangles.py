@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringattn.kernels.arrays import accumulator, in_sums
+from ringattn.kernels.arrays import accumulator, in_sums, sum_of
 from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.partial import NEVER, Partial, empty, merge
 from ringattn.kernels.varying import axes_of, vary
@@ -40,7 +40,7 @@ def over_rectangles(name: str, forward: Forward, backward: Backward) -> tuple[Ca
         arrays: Any = q_BTHD, k_BSGD, v_BSGV, (dout_BTHV, lse_BTH, delta_BTH)
         arrays = vary(arrays, axes_of(arrays, dq, where.begin))
         new, dk, dv = chosen(name, where, partial(backward_over, partial(backward, **score)), arrays)
-        return new if dq is None else in_sums(dq) + in_sums(new), dk, dv
+        return new if dq is None else sum_of(dq, new), dk, dv
 
     return attend, attend_backward
 
@@ -77,7 +77,7 @@ def backward_over(
     backward: Backward, rectangles: tuple[Rectangle, ...], single: bool, q: Array, k: Array, v: Array, rows: Any
 ) -> tuple[Array, Array, Array]:
     """The gradients of these rectangles: their sums, or those of one `single` in the dtypes that it gives."""
-    sums: list[Any] = [None, None, None]
+    totals: list[Any] = [None, None, None]
     for queries, keys, mask in rectangles:
         here = jax.tree.map(lambda x, at=queries: x[:, at], rows)
         parts = backward(q[:, queries], k[:, keys], v[:, keys], here, mask)
@@ -85,8 +85,8 @@ def backward_over(
         if single:
             dq, dk, dv = (around(grad, at, x) for grad, at, x in zip(parts, ats, (q, k, v), strict=True))
             return dq, dk, dv
-        sums = [added(*each) for each in zip(sums, parts, ats, (q, k, v), strict=True)]
-    missing = (jnp.zeros(x.shape, accumulator(x)) if t is None else t for t, x in zip(sums, (q, k, v), strict=True))
+        totals = [added(*each) for each in zip(totals, parts, ats, (q, k, v), strict=True)]
+    missing = (jnp.zeros(x.shape, accumulator(x)) if t is None else t for t, x in zip(totals, (q, k, v), strict=True))
     dq, dk, dv = vary(tuple(missing), axes_of(q, k, v, rows))
     return dq, dk, dv
 

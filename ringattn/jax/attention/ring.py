@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention.steps import Score, Sight
-from ringattn.kernels.arrays import in_sums
+from ringattn.kernels.arrays import in_sums, sum_of
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.varying import axes_of, vary
 from ringattn.spmd import Flight, Rotation, SharedRecipe
@@ -58,7 +58,7 @@ def ring_backward(
         arriving, following = rotate(axis, keys, flight.keys), rotate(axis, grads, flight.grads)
         dq, dk, dv = score.attend_backward(q, *keys, sight.at(distance), *rows, dq=dq)
         arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
-        return arriving, dq, added(following, (dk, dv)) if flight.grads else (dk, dv)
+        return arriving, dq, sum_of(following, (dk, dv)) if flight.grads else (dk, dv)
 
     k, v, rows = lax.optimization_barrier((k, v, rows))  # else XLA sends the first hop, and holds its memory, too early
     home = (q, k, v, sight.at(0), *rows)
@@ -73,11 +73,7 @@ def ring_backward(
     own = score.halves(*home) if score.halves else score.attend_backward(*home, dq=dq)
     dq = dq if score.halves else own[0]
     returned, *own = lax.optimization_barrier((rotate(axis, grads, route.home), *own[1:]))
-    return dq, *added(own, returned)
-
-
-def added(a: Any, b: Any) -> Any:
-    return tuple(x + y for x, y in zip(in_sums(a), in_sums(b), strict=True))
+    return dq, *sum_of(tuple(own), returned)
 
 
 def home_apart(legs: Sequence[tuple[Flight, list[int]]]) -> list[tuple[Flight, list[int]]]:
@@ -96,8 +92,8 @@ def travel(legs: list[tuple[Flight, list[int]]], step: Callable[..., Any], carry
             def looped(carry: Any, distance: Array, flight: Flight = flight) -> tuple[Any, None]:
                 return step(flight, carry, distance), None
 
-            keys, *sums = carry  # a step may give them in a narrower dtype, but a loop's carry keeps its type
-            carry, _ = lax.scan(looped, (keys, *in_sums(sums)), jnp.asarray(distances, jnp.int32))
+            keys, *made = carry  # a step may give them in a narrower dtype, but a loop's carry keeps its type
+            carry, _ = lax.scan(looped, (keys, *in_sums(made)), jnp.asarray(distances, jnp.int32))
     return carry
 
 
