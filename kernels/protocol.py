@@ -57,11 +57,16 @@ class Once(NamedTuple):
     room       (q, value dim) -> memory for a partial
     write      (q, k, v, where, into, scale=, softcap=): writes the rows of `into` of queries that see a key
     written    (into, the intervals of all steps, the partial to start from or None) -> the partial, after all steps
+    backward   (tensors, where, rows, dq, scale=, softcap=) -> (dk, dv): writes the rows of `dq` of queries that see a
+               key
+    clear      (x, the intervals of all steps): zeros in the rows of `x` of queries that see no key
     """
 
     room: Callable[[Any, int], Partial]
     write: Callable[..., None]
     written: Callable[[Partial, Sequence[Intervals], Partial | None], Partial]
+    backward: Callable[..., tuple[Any, Any]]
+    clear: Callable[[Any, Sequence[Intervals]], None]
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Recipe:
     def forward(self) -> Pass:
         rounds = self.rounds(1)
         kernel = self.kernel(rounds)
-        return Pass(self.once(rounds, kernel), kernel)
+        return Pass(self.once(rounds, kernel, 1, 1), kernel)
 
     @cached_property
     def backward(self) -> Pass:
@@ -142,6 +142,8 @@ class Recipe:
         rounds = self.rounds(1 if self.narrow else 4)
         kernel = self.kernel(rounds, backward=True)
         parted = self.gathers or kernel.load().parted
+        if not parted:  # half of home's work, which is 2.5 times that of forward, hides keys, and half their gradients
+            rounds = self.once(rounds, kernel, 2.5 / 2, 1 if self.narrow else 2)
         return Pass(tuple(replace(r, steps=self.in_backward(r.steps, parted)) for r in rounds), kernel)
 
     def rounds(self, times: int) -> tuple[Round, ...]:
@@ -154,12 +156,12 @@ class Recipe:
         together = plan.blocks_at_once(times * self.shape.kv_bytes(layout.shard_len, self.heads[1]))
         return schedule_of(self.mask).rounds(self.rank, plan.hosts, together, sight)
 
-    def once(self, rounds: tuple[Round, ...], kernel: Kernel) -> tuple[Round, ...]:
+    def once(self, rounds: tuple[Round, ...], kernel: Kernel, work: float, sent: float) -> tuple[Round, ...]:
         """The same, or a round of two steps in which no query has keys in both, if the kernel prefers that.
 
         Queries that see keys which arrive get their own keys beside these, and the first step leaves them out. Then no
         partials merge, and a piece of a document sees its keys in one range. What is left for the first step must take
-        as long as the keys that arrive.
+        as long as the keys that arrive: `work` times a forward pass of it, as `sent` times the keys.
         """
         sight = self.sight or Sight(self.mask, self.rank)
         if not (self.in_two_steps(rounds) and kernel.load().once and sight.is_plain):
@@ -170,7 +172,7 @@ class Recipe:
             return rounds
         own = covered(*to_local(home.keys, begin[0, see], end[0, see]), home.keys)
         first, last = replace(home, only=Only(other.keys, False)), replace(other, only=Only(other.keys, True), own=own)
-        if not (has_sequences(first.where) and has_sequences(last.where) and self.hides(first, other)):
+        if not (has_sequences(first.where) and has_sequences(last.where) and self.hides(first, other, work / sent)):
             return rounds
         return (replace(rounds[0], steps=(first, last)),)
 
@@ -181,13 +183,13 @@ class Recipe:
         two = packed and len(rounds) == len(others) == 1 and bool(home.sources and others[0].sources)
         return two and all(r.step == 1 for r in home.keys)
 
-    def hides(self, step: Step, arriving: Step) -> bool:
-        """Whether the forward work of a step takes as long as the keys of the next."""
+    def hides(self, step: Step, arriving: Step, times: float) -> bool:
+        """Whether so many times the forward work of a step takes as long as the keys of the next."""
         (heads, kv_heads), shape = self.heads, self.shape
         begin, end = step.where.host
         flops = 2 * heads * (shape.head_dim + shape.value_dim) * int(np.maximum(end - begin, 0).sum())
         keys = arriving.length * shape.kv_bytes(1, kv_heads)
-        return flops / self.plan.machine.flops(shape.itemsize, 1) >= keys / self.plan.link.bandwidth
+        return times * flops / self.plan.machine.flops(shape.itemsize, 1) >= keys / self.plan.link.bandwidth
 
     def in_backward(self, steps: Sequence[Step], parted: bool) -> tuple[Step, ...]:
         """A round's steps in their order; the halves of home have half of the heads each."""

@@ -39,11 +39,15 @@ def forward(
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, softmax_scale: float,
     softcap: float = 0.0, mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: Any = None,
-    dlse: Tensor | None = None, dq: Tensor | None = None, **options: Any,
+    dlse: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     packed = "cu_seqlens_q" in options
-    dk, dv = (torch.full_like(x, torch.nan) for x in (k, v))  # sequences must cover all rows
-    dq = torch.full_like(q, torch.nan) if dq is None else dq
+    # Sequences must cover all rows, unless memory for results is given; as there, no row in two.
+    dq, dk, dv = (torch.full_like(x, torch.nan) if y is None else y for x, y in ((q, dq), (k, dk), (v, dv)))
+    if packed:
+        for each in zip(*[p[:2] for p in problems(q, k, aux_tensors, options)], strict=True):
+            assert all(a.stop <= b.start for a, b in pairwise(each)), "a sequence lies behind those before it"
     for rows, keys, mask in problems(q, k, aux_tensors, options):
         s = scores(q[rows], k[keys], mask, softmax_scale, softcap)
         p = torch.nan_to_num((s - place(lse, rows, packed)[..., None]).exp())

@@ -327,7 +327,10 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     monkeypatch.setattr(import_module("ringattn.kernels.attention.libraries.thin"), "THIN", 0)
     monkeypatch.setattr(recipe.Recipe, "hides", lambda *_: True)
     monkeypatch.setattr(recipe, "LONG", 0 if seed % 2 else recipe.LONG)
-    counted = fa4.KERNEL.once._replace(write=lambda *x, **score: visits.append(x[3]) or fa4.write(*x, **score))
+    counted = fa4.KERNEL.once._replace(
+        write=lambda *x, **score: visits.append("forward") or fa4.write(*x, **score),
+        backward=lambda *x, **score: visits.append("backward") or fa4.backward_once(*x, **score),
+    )
     monkeypatch.setattr(fa4, "KERNEL", replace(fa4.KERNEL, refuses=lambda _: None, once=counted))
     score_with.cache_clear()
 
@@ -345,7 +348,7 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
         for name, a, b in zip(("out", "dq", "dk", "dv"), results, (truth, *(x.grad for x in leaves)), strict=True):
             error = ((a.double().cpu() - b).norm() / b.norm()).item()
             assert error < near, f"{name} is off by {error}"
-    assert visits
+    assert {*visits} == {"forward", "backward"}
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -45,7 +46,9 @@ from ringattn.kernels.attention.triton.block_lists import block_lists
 from ringattn.kernels.intervals import Intervals, Rectangle, extent, within
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.kernels.protocol import Once
+from ringattn.kernels.rows import Rows
 from ringattn.kernels.sequences import sequences_of, unseen
+from ringattn.kernels.total import Total
 
 NAME = "FlashAttention-4"
 NEEDED = {"mask_mod", "block_sparse_tensors", "aux_tensors"}
@@ -185,9 +188,13 @@ def longest_first(cells: Iterable[tuple[int, int, int, int]], device: torch.devi
 
     Blocks of queries with many keys take long: those that begin last would run alone.
     """
-    order = np.array(sorted(cells, key=lambda cell: cell[2] - cell[3]), np.int32)
+    return cells_of(np.array(sorted(cells, key=lambda cell: cell[2] - cell[3]), np.int32), device)
+
+
+def cells_of(cells: np.ndarray, device: torch.device) -> dict[str, Any]:
+    """The options for sequences in this order, which may lie apart."""
     options: dict[str, Any] = {}
-    for name, (start, stop) in (("q", order[:, :2].T), ("k", order[:, 2:].T)):
+    for name, (start, stop) in (("q", cells[:, :2].T), ("k", cells[:, 2:].T)):
         for kind, x in ((f"cu_seqlens_{name}", np.append(start, stop.max())), (f"seqused_{name}", stop - start)):
             options[kind] = torch.from_numpy(x.astype(np.int32)).to(device, non_blocking=True)
         options[f"max_seqlen_{name}"] = int((stop - start).max())
@@ -286,9 +293,7 @@ def sizes_of(head_dim: int, value_dim: int) -> Sizes:
 
 
 def own(form: Form, batch: int, device: torch.device) -> Own:
-    options: dict[str, Any] = {"causal": form.causal and form.window is None}
-    if form.window is not None:
-        options |= {"window_size_left": form.window, "window_size_right": 0}
+    options = masked(form.causal, form.window)
     if form.starts is not None:
         each = np.asarray(form.starts[:-1])[None] + np.arange(batch)[:, None] * form.starts[-1]
         ends = np.append(each.ravel(), batch * form.starts[-1]).astype(np.int32)
@@ -387,14 +392,70 @@ def options_of(where: Intervals, device: torch.device) -> dict[str, Any]:
     sequences = sequences_of(*(side[0] for side in where.host))
     assert sequences  # the recipe asked
     cells, causal, window = sequences
-    options = {"causal": causal and window is None} | longest_first(cells.tolist(), device)
-    return options if window is None else options | {"window_size_left": window, "window_size_right": 0}
+    return masked(causal, window) | longest_first(cells.tolist(), device)
+
+
+def masked(causal: bool, window: int | None) -> dict[str, Any]:
+    """The options for the mask of all sequences."""
+    return {"causal": causal} if window is None else {"window_size_left": window, "window_size_right": 0}
+
+
+def backward_once(
+    tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, dq_BTHD: Tensor, *, scale: float,
+    softcap: float | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The gradients of a step that is sequences, in one call, or in a few if several sequences see the same keys."""
+    out = torch.zeros_like(rows.dout) if rows.out is None else rows.out
+    q, k, v, out, dout = (unit_stride(x[0]) for x in (*tensors, out, rows.dout))
+    lse, delta = (None if x is None else x[0].T.contiguous() for x in (rows.lse, rows.delta))
+    given = {"softmax_scale": scale, "softcap": softcap or 0.0, "dq": dq_BTHD[0]}
+    given["dlse"] = None if delta is None else -delta
+    calls = cached(where, "sequences of a backward pass", lambda: calls_of(where, q.device))
+    sums = tuple(Total(x) for x in tensors[1:])
+    for options, seen in calls:
+        whole = seen == [slice(0, len(k))]
+        dk, dv = (torch.empty_like(x) if whole or len(calls) > 1 else torch.zeros_like(x) for x in (k, v))
+        with ONE:
+            _flash_attn_bwd(q, k, v, out, dout, lse, **given, dk=dk, dv=dv, **options)
+        if len(calls) == 1:
+            return dk[None], dv[None]
+        for keys in seen:
+            for total, x in zip(sums, (dk, dv), strict=True):
+                total.add(x[None, keys], keys)
+    return sums[0], sums[1]
+
+
+def calls_of(where: Intervals, device: torch.device) -> list[tuple[dict[str, Any], list[slice]]]:
+    """The calls of a backward pass over sequences: of each its options, and the keys that it sees.
+
+    In a call the keys of a sequence lie behind those of the one before, so that none has gradients from two.
+    """
+    sequences = sequences_of(*(side[0] for side in where.host))
+    assert sequences  # the recipe asked
+    cells, causal, window = sequences
+    calls: list[list[list[int]]] = []
+    for cell in cells.tolist():
+        fitting = next((call for call in calls if call[-1][3] <= cell[2]), None)
+        if fitting is None:
+            calls.append(fitting := [])
+        fitting.append(cell)
+    made = []
+    for call in calls:
+        options = masked(causal, window) | cells_of(np.array(call, np.int32), device)
+        edges = [call[0][2], *(x for a, b in pairwise(call) if a[3] < b[2] for x in (a[3], b[2])), call[-1][3]]
+        made.append((options, [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]))
+    return made
+
+
+def clear(x: Tensor, steps: Sequence[Intervals], fill: float = 0.0) -> None:
+    for rows in cached(steps[-1], "unseen", lambda: unseen(steps)):
+        x[:, rows] = fill
 
 
 def written(into: Partial, steps: Sequence[Intervals], start: Partial | None) -> Partial:
     nan_kept(into.lse)
-    for rows in cached(steps[-1], "unseen", lambda: unseen(steps)):
-        into.out[:, rows], into.lse[:, rows] = 0, NEVER
+    clear(into.out, steps)
+    clear(into.lse, steps, NEVER)
     if start is None:
         return into
     merge_rows(start, slice(None), into, start)
@@ -402,4 +463,4 @@ def written(into: Partial, steps: Sequence[Intervals], start: Partial | None) ->
 
 
 KERNEL = with_thin(over_rectangles(NAME, forward, backward, refuses, rectangles_of))
-KERNEL = replace(KERNEL, once=Once(room, write, written))
+KERNEL = replace(KERNEL, once=Once(room, write, written, backward_once, clear))

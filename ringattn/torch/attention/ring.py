@@ -62,7 +62,7 @@ def once(
     assert kernel and write  # the recipe asked
     into = kernel.room(q, v.shape[-1])
     room, trip = room_for(other, k, v)
-    with axis.sharing(*trip, "keys of step 2 of 2, forward") as coming:
+    with axis.sharing(*trip, "keys of step 2 of 2, forward", score.kernel.fills) as coming:
         write(q, k, v, home.where, into)
     coming.wait()
     write(q, *room, other.where, into)
@@ -105,8 +105,9 @@ def of_round(
 
     A step's gradients of other ranks' keys travel while it computes the rest.
     """
-    home, parted, halves = Home(axis, narrow, *held), score.kernel.parted, steps[0].heads is not None
+    home, parted, halves = Home(axis, narrow, score.kernel.fills, *held), score.kernel.parted, steps[0].heads is not None
     count = len(steps) - halves
+    written = q.new_empty(q.shape) if steps[0].only else None  # where steps write dq, if no query has keys in two
     here, trip = room_for(steps[0], *held)
     with axis.sharing(*trip, f"keys of step 1 of {count}, backward") as coming:
         pass  # nothing to compute yet
@@ -114,13 +115,15 @@ def of_round(
     for i, (step, following) in enumerate(with_next(steps), start=1 - halves):
         if parted:  # gradients travelled during the other half of this step; else they may during the next
             home.settle()
-        given = inputs(step, q, here, rows) if step.where else None
+        given, (queries, heads) = inputs(step, q, here, rows) if step.where else None, step.heads or EVERY
         grads: Sequence[Any] = NONE
         room, trip = room_for(following, *held)
         with axis.sharing(*trip, f"keys of step {i + 1} of {count}, backward", score.kernel.fills) as coming:
-            if given:
+            if given and written is not None:
+                assert score.backward_once  # the recipe asked
+                grads = None, *score.backward_once(*given, written[:, :, queries])
+            elif given:
                 grads = score.backward(*given, OF_KEYS if parted else ALL, (dq.running, None, None))
-        queries, heads = step.heads or EVERY
         home.send(step, grads[1:], f"gradients of step {i} of {count}", heads)
         if given and parted:
             grads = score.backward(*given, OF_QUERIES, (dq.running, None, None))
@@ -129,6 +132,9 @@ def of_round(
         coming.wait()
         here = room
         del given, grads  # frees what is used up before memory for the next step is allocated
+    if written is not None and score.kernel.once:
+        score.kernel.once.clear(written, [step.where for step in steps])
+        dq.add(written)
     home.settle(last=True)
     return home.own
 
@@ -185,11 +191,12 @@ def room_for(step: Step | None, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]
 class Home:
     """The gradients of this rank's own tensors: its own part, and the parts that their readers send back.
 
-    `narrow`: parts are sent in the tensors' dtype; else in the dtype of sums.
+    `narrow`: parts are sent in the tensors' dtype; else in the dtype of sums. `fills`: whether the kernel that runs
+    meanwhile fills the device to its end.
     """
 
-    def __init__(self, axis: Axis, narrow: bool, *like: Tensor):
-        self.axis, self.like = axis, like
+    def __init__(self, axis: Axis, narrow: bool, fills: bool, *like: Tensor):
+        self.axis, self.fills, self.like = axis, fills, like
         self.dtypes = [x.dtype if narrow else accumulator(x) for x in like]
         self.own = tuple(Total(x) for x in like)
         self.coming: Sequence[tuple[Ranges, Sequence[Tensor]]] = ()  # what each reader sends: of which rows, and those
@@ -209,8 +216,17 @@ class Home:
             room = [x.new_empty(x.shape[0], n, *x.shape[2:], dtype=dtype) for x, dtype in kinds]
             self.coming.append((rows, room))
             into[reader] = Slices(room, at)
+        if step.own:
+            self.add(grads, step.by_block[step.held], step.own)
         out = {s: self.parcel(grads, places.at) for s, places in step.brought.items()}
-        self.flight = self.axis.move(out, into, what=what)
+        self.flight = self.axis.move(out, into, what, self.fills)
+
+    def add(self, grads: Sequence[Any], places: Ranges, own: Ranges) -> None:
+        """Add what lies in these places of gradients to these rows of this rank's own."""
+        for total, grad, dtype in zip(self.own, grads, self.dtypes, strict=True):
+            for at, r in zip(places, own, strict=True):
+                x = grad.rows_at(at, dtype) if isinstance(grad, Total) else grad[:, at.start : at.stop]
+                total.add(x, rows=slice(r.start, r.stop))
 
     def settle(self, last: bool = False) -> None:
         """Add what arrived, always in the same order. Unless it is the `last` time, fold totals of many parts."""

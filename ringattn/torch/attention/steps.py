@@ -35,6 +35,7 @@ class Score(NamedTuple):
     attend: Callable[..., Partial]
     backward: Callable[..., Any]  # (tensors, where, rows, want, into) -> dq, dk, dv
     write: Callable[..., None] | None  # (q, k, v, where, into), of a kernel that has it
+    backward_once: Callable[..., Any] | None  # (tensors, where, rows, dq) -> dk, dv, of the same
 
 
 class OnDevice(Sight):
@@ -105,8 +106,9 @@ def score_with(entry: kernels.Kernel, scale: float, softcap: float | None, famil
     """The kernel of a call; with `families` its steps may see several families of intervals."""
     kernel: TorchKernel = over_families(entry.load()) if families else entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    write = kernel.once and partial(kernel.once.write, **given)
-    return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given), write)
+    bound = [partial(f, **given) for f in (kernel.attend, kernel.backward)]
+    once = [partial(f, **given) for f in (kernel.once.write, kernel.once.backward)] if kernel.once else (None, None)
+    return Score(kernel, *bound, *once)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, rectangles: bool) -> kernels.Problem:
