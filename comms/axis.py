@@ -164,12 +164,11 @@ class Axis(Protocol):
     cheap_words: bool  # whether exchange_words is cheap compared with a call
     hosts: int  # the number of hosts, if each holds equally many consecutive ranks; else, or if unknown, 0
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         """Send the tensors of `out` to their ranks, and receive those of `into` from their ranks.
 
         The tensors that rank a sends to b and those that b receives from a have the same shapes in the same order. If a
-        rank is lost, the error of its peer names the transfer with `what`. `first`: what is launched next fills the
-        device to its end, so what it would delay comes first.
+        rank is lost, the error of its peer names the transfer with `what`.
         """
         return Done()
 

@@ -10,6 +10,7 @@ import torch
 
 OUT, IN = 0, 1  # the two lanes
 AID = 2  # a third lane, which sets the flags that the others wait for in vain
+FEW, SMALL = 3, 4 * 2**20  # so many copies, of so many bytes on average at most, are one kernel
 
 
 class Lanes:
@@ -45,6 +46,19 @@ class Lanes:
         else:
             copy = strided_copy(to, source, size, rows, to_pitch, source_pitch)
             self.driver("cuMemcpy2DAsync_v2", copy, self.handles[lane])
+
+    def copy_all(self, lane: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copies (to, source, bytes), in any order: several small ones as one kernel."""
+        sizes = [size for _, _, size in copies]
+        if len(copies) < FEW or sum(sizes) > SMALL * len(copies) or any([x % 16 for copy in copies for x in copy]):
+            for to, source, size in copies:
+                self.copy(lane, to, source, size)
+            return
+        from ringattn.comms.copies import copy_all  # triton is part of torch for GPUs
+
+        self.flush(lane)
+        with self.on(lane):
+            copy_all(copies, self.device)
 
     def wait(self, lane: int, flag: int) -> None:
         """Wait until the flag at this address is 1, then set it to 0."""

@@ -103,11 +103,16 @@ class Peers:
 
     def put(self, puts: Sequence[Put]) -> None:
         """All copies first, then all signals: a signal between two copies would take longer than a copy."""
+        plain = []
         for put in puts:
             to = put.to
             for address, size, rows, pitch in put.pieces:
-                self.lanes.copy(OUT, to, address, size, rows, size, pitch)
+                if rows == 1:
+                    plain.append((to, address, size))
+                else:
+                    self.lanes.copy(OUT, to, address, size, rows, size, pitch)
                 to += rows * size
+        self.lanes.copy_all(OUT, plain)
         for put in puts:
             for peer in put.readers:
                 self.lanes.set(OUT, self.outbox.full(peer, self.rank, put.slot))

@@ -94,7 +94,7 @@ class ProcessGroupAxis(Moves):
         limit = timeout_of(group, "cpu") if (group := self.group_ref()) is not None else None
         return () if limit is None else (limit,)
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         return self.post("near", out, into, None, what)
 
     def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:

@@ -6,8 +6,8 @@ on every rank. So no host waits, and nothing can deadlock, even if both streams 
 
 A copy over a link takes no multiprocessor, but a copy within a GPU does: it would wait until a kernel that fills all of
 them releases some. So work that is launched after a move starts when the first batches of the move, as many as it has
-slots, are in their slots (and the rest of earlier moves). Kernels whose blocks come and go let a copy start soon: they
-start at once, and what is shared beside them is launched after them.
+slots, are in their slots (and the rest of earlier moves). Kernels whose blocks come and go let a copy start soon, and
+are launched first.
 """
 
 import sys
@@ -79,7 +79,7 @@ class SymmetricAxis(Moves):
         self.lanes, self.rank, self.size = peers.lanes, peers.rank, watch.size
         self.sent = 0
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         self.watch.check()
         if not out and not into:
             return Done()
@@ -88,14 +88,13 @@ class SymmetricAxis(Moves):
         sends = {r: leaving[id(tensors)].batches for r, tensors in out.items()}
         arriving = {r: self.batched(tensors, self.buffer) for r, tensors in into.items()}
         receives = {r: each.batches for r, each in arriving.items()}
-        own, expect = self.peers.outbox.own, partial(self.watch.expect, what=what)
+        first, expect = self.peers.outbox.own, partial(self.watch.expect, what=what)
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
-        self.peers.send([(there, sends[there][:own]) for there, _ in pairs if there in sends], expect)
-        if first:
-            self.lanes.precede(OUT)
+        self.peers.send([(there, sends[there][:first]) for there, _ in pairs if there in sends], expect)
+        self.lanes.precede(OUT)
         for there, here in pairs:  # the same order of pairs on every rank
-            for outward, inward in zip_longest(sends.get(there, ())[own:], receives.get(here, ())):
+            for outward, inward in zip_longest(sends.get(there, ())[first:], receives.get(here, ())):
                 if inward is not None:
                     self.peers.receive(here, inward, expect)
                 if outward is not None:

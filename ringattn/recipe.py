@@ -142,8 +142,8 @@ class Recipe:
         rounds = self.rounds(1 if self.narrow else 4)
         kernel = self.kernel(rounds, backward=True)
         parted = self.gathers or kernel.load().parted
-        if not parted:  # half of home's work, which is 2.5 times that of forward, hides keys, and half their gradients
-            rounds = self.once(rounds, kernel, 2.5 / 2, 1 if self.narrow else 2)
+        if not parted:
+            rounds = self.once(rounds, kernel, 2.5, 2 if self.narrow else 3)
         return Pass(tuple(replace(r, steps=self.in_backward(r.steps, parted)) for r in rounds), kernel)
 
     def rounds(self, times: int) -> tuple[Round, ...]:
@@ -194,6 +194,8 @@ class Recipe:
     def in_backward(self, steps: Sequence[Step], parted: bool) -> tuple[Step, ...]:
         """A round's steps in their order; the halves of home have half of the heads each."""
         home, *others = steps
+        if home.only:  # it runs beside the other step
+            return tuple(steps)
         heads, kv_heads = self.heads
         half = kv_heads // 2
         halves = self.plan.tokens.shard_len >= LONG and bool(half and home.where)

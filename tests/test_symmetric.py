@@ -67,6 +67,10 @@ class ThreadLanes:
         self.copies[lane] += 1
         self.put(lane, work)
 
+    def copy_all(self, lane, copies):
+        for to, source, size in copies:
+            self.copy(lane, to, source, size)
+
     def wait(self, lane, flag):
         word = ctypes.c_int32.from_address(flag)
 

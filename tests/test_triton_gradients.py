@@ -94,7 +94,7 @@ def test_rows_that_lie_more_than_two_billion_numbers_apart_are_added():
     part, out = torch.empty(1, rows, heads, 1, dtype=torch.int8), torch.zeros(1, 1, heads, 1, dtype=torch.int8)
     part[:, -1] = 7
     gradients.launch(
-        gradients.add_kernel, (1,), (out, *[part] * 6), ((1 - rows, 1, 0, heads), 1, heads),
+        gradients.add_kernel, (1,), (out, *[part] * gradients.MOST), ((16 * (1 - rows), 24, 8, 16 * heads + 8), 1, heads),
         N=1, D=1, WIDTH=1, ROWS=heads,
     )  # fmt: skip
     assert (out == 7).all()

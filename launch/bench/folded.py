@@ -55,8 +55,8 @@ class Folded(Moves):
     def sent(self) -> int:
         return int(self.axis.sent)
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> Pending:
-        return self.axis.move(*self.between(into), what, first)
+    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
+        return self.axis.move(*self.between(into), what)
 
     def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
         return self.axis.sharing(*self.between(into), what, first)

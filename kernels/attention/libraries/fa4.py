@@ -406,27 +406,30 @@ def backward_once(
 ) -> tuple[Any, Any]:  # fmt: skip
     """The gradients of a step that is sequences, in one call, or in a few if several sequences see the same keys."""
     out = torch.zeros_like(rows.dout) if rows.out is None else rows.out
-    q, k, v, out, dout = (unit_stride(x[0]) for x in (*tensors, out, rows.dout))
-    lse, delta = (None if x is None else x[0].T.contiguous() for x in (rows.lse, rows.delta))
-    given = {"softmax_scale": scale, "softcap": softcap or 0.0, "dq": dq_BTHD[0]}
-    given["dlse"] = None if delta is None else -delta
-    calls = cached(where, "sequences of a backward pass", lambda: calls_of(where, q.device))
-    sums = tuple(Total(x) for x in tensors[1:])
-    for options, seen in calls:
-        whole = seen == [slice(0, len(k))]
-        dk, dv = (torch.empty_like(x) if whole or len(calls) > 1 else torch.zeros_like(x) for x in (k, v))
+    by_row = [unit_stride(x[0]) for x in (tensors[0], out, rows.dout, dq_BTHD)]
+    k, v = (unit_stride(x[0]) for x in tensors[1:])
+    lse, delta = rows.lse[0].T, None if rows.delta is None else rows.delta[0].T
+    calls = cached(where, "sequences of a backward pass", lambda: calls_of(where, k.device))
+    sums = Total(tensors[1]), Total(tensors[2])
+    for options, queries, seen in calls:
+        q, out, dout, dq = (x[queries] for x in by_row)
+        given = {"softmax_scale": scale, "softcap": softcap or 0.0, "dq": dq, **options}
+        if delta is not None:
+            given["dlse"] = -delta[:, queries].contiguous()
         with ONE:
-            _flash_attn_bwd(q, k, v, out, dout, lse, **given, dk=dk, dv=dv, **options)
+            dk, dv = _flash_attn_bwd(q, k, v, out, dout, lse[:, queries].contiguous(), **given)[1:3]
         if len(calls) == 1:
+            for a, b in zip([0, *(x.stop for x in seen)], [*(x.start for x in seen), len(k)], strict=True):
+                dk[a:b], dv[a:b] = 0, 0
             return dk[None], dv[None]
         for keys in seen:
             for total, x in zip(sums, (dk, dv), strict=True):
                 total.add(x[None, keys], keys)
-    return sums[0], sums[1]
+    return sums
 
 
-def calls_of(where: Intervals, device: torch.device) -> list[tuple[dict[str, Any], list[slice]]]:
-    """The calls of a backward pass over sequences: of each its options, and the keys that it sees.
+def calls_of(where: Intervals, device: torch.device) -> list[tuple[dict[str, Any], slice, list[slice]]]:
+    """The calls of a backward pass over sequences: of each its options, its queries, and the keys that they see.
 
     In a call the keys of a sequence lie behind those of the one before, so that none has gradients from two.
     """
@@ -441,9 +444,10 @@ def calls_of(where: Intervals, device: torch.device) -> list[tuple[dict[str, Any
         fitting.append(cell)
     made = []
     for call in calls:
-        options = masked(causal, window) | cells_of(np.array(call, np.int32), device)
+        queries = slice(call[0][0], call[-1][1])
+        options = masked(causal, window) | cells_of(np.array(call, np.int32) - [*[queries.start] * 2, 0, 0], device)
         edges = [call[0][2], *(x for a, b in pairwise(call) if a[3] < b[2] for x in (a[3], b[2])), call[-1][3]]
-        made.append((options, [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]))
+        made.append((options, queries, [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]))
     return made
 
 

@@ -7,6 +7,7 @@ with the keys, and go home from the last holder.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -56,17 +57,47 @@ def forward(
 def once(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, steps: Sequence[Step], score: Score, start: Partial | None
 ) -> Partial:
-    """`forward` in two steps of which no query has keys in both: only the partial to start from merges."""
-    home, other = steps
-    kernel, write = score.kernel.once, score.write
-    assert kernel and write  # the recipe asked
+    """`forward` in two steps of which no query has keys in both: only the partial to start from merges.
+
+    Neither waits for the other. The second begins as soon as its keys are here, and the first fills what it leaves.
+    """
+    (home, other), kernel = steps, score.once
+    assert kernel  # the recipe asked
     into = kernel.room(q, v.shape[-1])
     room, trip = room_for(other, k, v)
+    aside = Aside(q.device)
     with axis.sharing(*trip, "keys of step 2 of 2, forward", score.kernel.fills) as coming:
-        write(q, k, v, home.where, into)
-    coming.wait()
-    write(q, *room, other.where, into)
+        kernel.write(q, k, v, home.where, into)
+    with aside:
+        place_own(other, room, (k, v))
+        coming.wait()
+        kernel.write(q, *room, other.where, into)
     return kernel.written(into, (home.where, other.where), start)
+
+
+def backward_once(
+    q: Tensor, held: Sequence[Tensor], rows: Rows, dq: Total, axis: Axis, steps: Sequence[Step], score: Score,
+    narrow: bool,
+) -> Sequence[Total]:  # fmt: skip
+    """`of_round` in two steps of which no query has keys in both. Gradients return while the first step computes."""
+    (home, other), kernel = steps, score.once
+    assert kernel  # the recipe asked
+    into, sums = q.new_empty(q.shape), Home(axis, narrow, *held)
+    room, trip = room_for(other, *held)
+    aside = Aside(q.device)
+    with axis.sharing(*trip, "keys of step 2 of 2, backward", score.kernel.fills) as coming:
+        grads = kernel.backward((q, *held), home.where, rows, into)
+    with aside:
+        place_own(other, room, held)
+        coming.wait()
+        others = kernel.backward((q, *room), other.where, rows, into)
+        sums.send(other, others, "gradients of step 2 of 2", EVERY[1])
+    sums.add(grads)
+    sums.add(others, other.by_block[other.held], other.own)
+    sums.settle(last=True)
+    kernel.clear(into, (home.where, other.where))
+    dq.add(into)
+    return sums.own
 
 
 def backward(
@@ -81,7 +112,8 @@ def backward(
     for i, round_ in enumerate(rounds, start=1):
         label = f"round {i} of {len(rounds)}, backward"
         flight = carry(axis, held, round_.hop, f"keys after {label}")
-        totals = of_round(q, held, rows, dq, axis, round_.steps, score, narrow)
+        run = backward_once if round_.steps[0].only else of_round
+        totals = run(q, held, rows, dq, axis, round_.steps, score, narrow)
         if i == 1:
             own = totals
         else:  # sums of another rank's block: add those of its last holder, and pass them on
@@ -105,9 +137,8 @@ def of_round(
 
     A step's gradients of other ranks' keys travel while it computes the rest.
     """
-    home, parted, halves = Home(axis, narrow, score.kernel.fills, *held), score.kernel.parted, steps[0].heads is not None
+    home, parted, halves = Home(axis, narrow, *held), score.kernel.parted, steps[0].heads is not None
     count = len(steps) - halves
-    written = q.new_empty(q.shape) if steps[0].only else None  # where steps write dq, if no query has keys in two
     here, trip = room_for(steps[0], *held)
     with axis.sharing(*trip, f"keys of step 1 of {count}, backward") as coming:
         pass  # nothing to compute yet
@@ -115,15 +146,13 @@ def of_round(
     for i, (step, following) in enumerate(with_next(steps), start=1 - halves):
         if parted:  # gradients travelled during the other half of this step; else they may during the next
             home.settle()
-        given, (queries, heads) = inputs(step, q, here, rows) if step.where else None, step.heads or EVERY
+        given = inputs(step, q, here, rows) if step.where else None
         grads: Sequence[Any] = NONE
         room, trip = room_for(following, *held)
         with axis.sharing(*trip, f"keys of step {i + 1} of {count}, backward", score.kernel.fills) as coming:
-            if given and written is not None:
-                assert score.backward_once  # the recipe asked
-                grads = None, *score.backward_once(*given, written[:, :, queries])
-            elif given:
+            if given:
                 grads = score.backward(*given, OF_KEYS if parted else ALL, (dq.running, None, None))
+        queries, heads = step.heads or EVERY
         home.send(step, grads[1:], f"gradients of step {i} of {count}", heads)
         if given and parted:
             grads = score.backward(*given, OF_QUERIES, (dq.running, None, None))
@@ -132,9 +161,6 @@ def of_round(
         coming.wait()
         here = room
         del given, grads  # frees what is used up before memory for the next step is allocated
-    if written is not None and score.kernel.once:
-        score.kernel.once.clear(written, [step.where for step in steps])
-        dq.add(written)
     home.settle(last=True)
     return home.own
 
@@ -180,23 +206,53 @@ def room_for(step: Step | None, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]
     if step is None:
         return own, ({}, {})
     room = tuple(x.new_empty(x.shape[0], step.length, *x.shape[2:]) for x in own) if step.brought else own
-    if step.own:
-        to, of = (Slices(x, places) for x, places in ((room, step.by_block[step.held]), (own, step.own)))
-        torch._foreach_copy_([*to], [*of])
     into = {source: Slices(room, *places) for source, places in step.brought.items()}
     shown = {ranges: Slices(own, ranges) for ranges in step.shown.values()}  # the same object for all that read it
     return room, ({reader: shown[ranges] for reader, ranges in step.shown.items()}, into)
 
 
+def place_own(step: Step, room: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+    """Copy what a step takes of this rank's block beside what it brings."""
+    to, of = (Slices(x, places) for x, places in ((room, step.by_block[step.held]), (held, step.own)))
+    torch._foreach_copy_([*to], [*of])
+
+
+class Aside:
+    """`with aside:` work on a GPU that only waits for what was launched before this was made.
+
+    It comes before other work that is not on the GPU's multiprocessors yet. What is launched later waits for it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream = second_stream(device) if device.type == "cuda" else None
+        if self.stream is not None:
+            self.main = torch.cuda.current_stream(device)
+            self.stream.wait_stream(self.main)
+            self.entered = torch.cuda.stream(self.stream)
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.entered.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.stream is not None:
+            self.entered.__exit__(*error)
+            self.main.wait_stream(self.stream)
+
+
+@lru_cache
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class Home:
     """The gradients of this rank's own tensors: its own part, and the parts that their readers send back.
 
-    `narrow`: parts are sent in the tensors' dtype; else in the dtype of sums. `fills`: whether the kernel that runs
-    meanwhile fills the device to its end.
+    `narrow`: parts are sent in the tensors' dtype; else in the dtype of sums.
     """
 
-    def __init__(self, axis: Axis, narrow: bool, fills: bool, *like: Tensor):
-        self.axis, self.fills, self.like = axis, fills, like
+    def __init__(self, axis: Axis, narrow: bool, *like: Tensor):
+        self.axis, self.like = axis, like
         self.dtypes = [x.dtype if narrow else accumulator(x) for x in like]
         self.own = tuple(Total(x) for x in like)
         self.coming: Sequence[tuple[Ranges, Sequence[Tensor]]] = ()  # what each reader sends: of which rows, and those
@@ -205,8 +261,7 @@ class Home:
     def send(self, step: Step, grads: Sequence[Any], what: str, heads: slice) -> None:
         """Send the gradients of the blocks that a step brought to their owners, and receive those of this rank's."""
         if not step.brought and not step.shown:  # nothing travelled: the step worked on its own block, if at all
-            for total, grad in zip(self.own, grads, strict=True):  # None without work
-                total.add(grad, heads=heads)
+            self.add(grads, heads=heads)  # None without work
             return
         self.settle()
         kinds = list(zip(self.like, self.dtypes, strict=True))
@@ -216,14 +271,14 @@ class Home:
             room = [x.new_empty(x.shape[0], n, *x.shape[2:], dtype=dtype) for x, dtype in kinds]
             self.coming.append((rows, room))
             into[reader] = Slices(room, at)
-        if step.own:
-            self.add(grads, step.by_block[step.held], step.own)
         out = {s: self.parcel(grads, places.at) for s, places in step.brought.items()}
-        self.flight = self.axis.move(out, into, what, self.fills)
+        self.flight = self.axis.move(out, into, what=what)
 
-    def add(self, grads: Sequence[Any], places: Ranges, own: Ranges) -> None:
-        """Add what lies in these places of gradients to these rows of this rank's own."""
+    def add(self, grads: Sequence[Any], places: Ranges = (), own: Ranges = (), heads: slice = EVERY[1]) -> None:
+        """Add gradients to this rank's own, or what lies in these places of them to those rows."""
         for total, grad, dtype in zip(self.own, grads, self.dtypes, strict=True):
+            if not own:
+                total.add(grad, heads=heads)
             for at, r in zip(places, own, strict=True):
                 x = grad.rows_at(at, dtype) if isinstance(grad, Total) else grad[:, at.start : at.stop]
                 total.add(x, rows=slice(r.start, r.stop))

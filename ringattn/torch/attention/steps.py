@@ -16,7 +16,7 @@ from ringattn.bands import Runs
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.partial import Partial
-from ringattn.kernels.protocol import TorchKernel
+from ringattn.kernels.protocol import Once, TorchKernel
 from ringattn.layout import FEW, Shard, count_below
 from ringattn.mask import Mask
 from ringattn.recipe import Sight
@@ -34,8 +34,7 @@ class Score(NamedTuple):
     kernel: TorchKernel
     attend: Callable[..., Partial]
     backward: Callable[..., Any]  # (tensors, where, rows, want, into) -> dq, dk, dv
-    write: Callable[..., None] | None  # (q, k, v, where, into), of a kernel that has it
-    backward_once: Callable[..., Any] | None  # (tensors, where, rows, dq) -> dk, dv, of the same
+    once: Once | None  # of a kernel that has it
 
 
 class OnDevice(Sight):
@@ -106,9 +105,10 @@ def score_with(entry: kernels.Kernel, scale: float, softcap: float | None, famil
     """The kernel of a call; with `families` its steps may see several families of intervals."""
     kernel: TorchKernel = over_families(entry.load()) if families else entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    bound = [partial(f, **given) for f in (kernel.attend, kernel.backward)]
-    once = [partial(f, **given) for f in (kernel.once.write, kernel.once.backward)] if kernel.once else (None, None)
-    return Score(kernel, *bound, *once)
+    once = kernel.once
+    if once:
+        once = once._replace(write=partial(once.write, **given), backward=partial(once.backward, **given))
+    return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given), once)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, rectangles: bool) -> kernels.Problem:
