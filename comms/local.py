@@ -104,18 +104,25 @@ class LocalAxis(Moves):
         sent = [x for tensors in out.values() for x in tensors]
         self.sent += sum(x.nbytes for x in sent)
         copies = {rank: [x.detach().clone() for x in tensors] for rank, tensors in out.items()}
-        return Then(self.exchange(copies, into, sent), lambda arrived: unpack(arrived, into))
+        made = torch.cuda.current_stream().record_event() if any(x.is_cuda for x in sent) else None
+        values = {rank: (tensors, made) for rank, tensors in copies.items()}
+        return Then(self.exchange(values, into, sent), lambda arrived: unpack(arrived, into))
 
     def exchange_words(self, words: Any) -> list[Any]:
         everyone = range(self.size)
         return self.exchange(dict.fromkeys(everyone, plain(words)), everyone).wait()
 
 
-def unpack(arrived: Sequence[Sequence[Tensor]], into: ByRank) -> None:
-    for value, tensors in zip(arrived, into.values(), strict=True):
+def unpack(arrived: Sequence[tuple[Sequence[Tensor], Any]], into: ByRank) -> None:
+    """Copy what arrived into its places. The streams of sender and receiver may be two."""
+    for (value, made), tensors in zip(arrived, into.values(), strict=True):
+        if made is not None:
+            torch.cuda.current_stream().wait_event(made)
         for sent, x in zip(value, tensors, strict=True):
             assert sent.shape == x.shape, f"{tuple(sent.shape)} arrived where {tuple(x.shape)} was expected"
             x.copy_(sent)
+            if made is not None:
+                sent.record_stream(torch.cuda.current_stream())
 
 
 class LocalMesh:

@@ -235,6 +235,27 @@ def test_only_beside_work_that_fills_the_device_copies_come_first():
     assert {name for name in fills if fills[name]} == {"cudnn"}
 
 
+def test_many_small_copies_are_one_kernel(monkeypatch):
+    """Bytes that are not 16 times as many, and large copies, are left to the driver."""
+    pytest.importorskip("triton")
+    driven, lanes = [], object.__new__(Lanes)
+    lanes.device, lanes.queued, lanes.on = torch.device("cpu"), ([], [], []), lambda lane: nullcontext()
+    monkeypatch.setattr(lanes, "copy", lambda *copy: driven.append(copy), raising=False)
+    source, random_, copies = torch.randint(0, 255, (1 << 18,), dtype=torch.uint8), random.Random(0), []
+    to, expected, at = torch.zeros(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8), 0
+    for _ in range(40):  # more than one launch takes, and some that take several programs
+        start, size = 16 * random_.randrange(1 << 12), 16 * random_.randrange(1, 1500)
+        copies.append((to.data_ptr() + at, source.data_ptr() + start, size))
+        expected[at : at + size] = source[start : start + size]
+        at += size + 16
+    lanes.copy_all(OUT, copies)
+    assert torch.equal(to, expected) and not driven
+    for others in (copies[:2], [(a, b, n + 8) for a, b, n in copies[:3]], [(a, b, 2**23) for a, b, _ in copies[:3]]):
+        lanes.copy_all(OUT, others)
+        assert [copy[1:] for copy in driven] == others
+        driven.clear()
+
+
 def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot, monkeypatch):
     """As memory that runs out does, on every rank alike. The host goes on before a lane ends, as it does on a GPU."""
     monkeypatch.setattr(ThreadLanes, "precede", lambda self, lane: None)

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ringattn.kernels import triton
 from ringattn.kernels.attention.triton import gradients
-from ringattn.kernels.total import Total
+from ringattn.kernels.total import Term, Total
 
 
 def some_parts(dtype: torch.dtype) -> Total:
@@ -66,6 +67,19 @@ def test_what_was_added_up_in_place_is_not_added_again():
     assert total.running is first and (first == 3).all(), "the sum lies where the first part lay"
 
 
+def test_other_ranges_and_more_terms_compile_nothing_new():
+    """As each batch of packed documents has them: a number that 16 divides, or a 1, would be another kernel."""
+    kinds = []
+    for ranges in ([(0, 16), (3, 4), (16, 32)], [(1, 2), (5, 21), (8, 9), (0, 37)]):
+        terms = [Term(torch.randn(2, b - a, 4, 20).half(), (a, b), (0, 4)) for a, b in ranges]
+        expected = torch.zeros(2, 37, 4, 20)
+        for x, (a, b), _ in terms:
+            expected[:, a:b] += x
+        assert torch.equal(gradients.add_parts(torch.empty(2, 37, 4, 20), terms), expected)
+        kinds.append(len(triton.KINDS))
+    assert kinds[0] == kinds[1]
+
+
 def test_a_sum_may_reuse_the_memory_of_its_first_part():
     parts = some_parts(torch.float32).terms
     expected = some_parts(torch.float32).tensor(torch.float32)
@@ -93,8 +107,9 @@ def test_rows_that_lie_more_than_two_billion_numbers_apart_are_added():
     rows, heads = 2**22 + 1, 2**9  # 2^31 + 2^9 numbers
     part, out = torch.empty(1, rows, heads, 1, dtype=torch.int8), torch.zeros(1, 1, heads, 1, dtype=torch.int8)
     part[:, -1] = 7
+    places = tuple(16 * n for n in (1 - rows, 1, 0, heads))
     gradients.launch(
-        gradients.add_kernel, (1,), (out, *[part] * gradients.MOST), ((16 * (1 - rows), 24, 8, 16 * heads + 8), 1, heads),
+        gradients.add_kernel, (1,), (out, *[part] * gradients.MOST), (places, 1, heads),
         N=1, D=1, WIDTH=1, ROWS=heads,
     )  # fmt: skip
     assert (out == 7).all()
