@@ -52,6 +52,10 @@ class RankError(RuntimeError):
         self.rank, self.summary = rank, summary
 
 
+class NotConnected(RuntimeError):
+    """The processes of a group did not connect; no rank ran."""
+
+
 def kind_of(error: BaseException) -> tuple[type, str]:
     """An error's type and text; for a RankError those of the rank's error, if it is a builtin one."""
     if not isinstance(error, RankError):
@@ -110,10 +114,24 @@ def each(
     After `timeout` seconds (None: never) every rank is ended and a RankError is raised; a single collective that waits
     for `collective_timeout` seconds is an error of its rank. The first call of a process may name modules to `preload`,
     which every rank then has imported from the start. After the first error the others have `grace` seconds to end by
-    themselves.
+    themselves. A group whose processes could not connect, as happens on a busy machine, is started once more.
     """
     if not 1 <= ranks <= MOST:
         raise ValueError(f"{ranks} ranks, each a process here: on this machine there can be 1 to {MOST}")
+    given = (function, ranks, args, backend, timeout, collective_timeout, preload, grace)
+    try:
+        yield from of_group(*given)
+    except RankError as error:
+        if not error.summary.startswith(NotConnected.__name__):
+            raise
+        yield from of_group(*given)
+
+
+def of_group(
+    function: Callable[..., Iterator[Any]], ranks: int, args: Any, backend: str, timeout: float | None,
+    collective_timeout: float, preload: Sequence[str], grace: float,
+) -> Iterator[list[Any]]:  # fmt: skip
+    """`each`, of one group of processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes", *preload])
     pipes, started = [], []
@@ -222,14 +240,15 @@ def work(
     try:
         if "nccl" in backend:
             torch.cuda.set_device(rank)
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(store, ranks),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout),
-            device_id=torch.device("cuda", rank) if "nccl" in backend else None,
-        )
+        with connecting():
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(store, ranks),
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=timeout),
+                device_id=torch.device("cuda", rank) if "nccl" in backend else None,
+            )
         for item in function(*args):
             send(pipe, "item", item)
         send(pipe, "end")
@@ -239,6 +258,17 @@ def work(
         with suppress(BrokenPipeError):  # the parent is gone
             send(pipe, "error", (f"{type(error).__name__}: {error}", traceback.format_exc()))
         os._exit(1)
+
+
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Name gloo's error where a process of this machine did not reach another."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise NotConnected(str(error)) from error
 
 
 def end_with_parent() -> None:
