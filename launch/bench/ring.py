@@ -5,8 +5,9 @@ key) pairs as a rank has of the whole. The floor of other masks is the whole seq
 ranks. Only pairs that the mask leaves count as flops. `overhead` is the part of the time that the floor does not
 explain; what a trace calls exposed is communication. The floor is the mean of its times before and after, since a GPU
 may slow down as it warms up. Times are medians: of the slowest rank in the table, of rank 0 in the lines that come
-before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients and lse. `peers` are torch's
-own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
+before it. Where ranks are played, `by_rank` has the times of all of them, and a trace is of the slowest. `peak` is the
+memory of forward and backward over q, k, v, out, their gradients and lse. `peers` are torch's own context_parallel with
+cuDNN, by how it rotates: allgather, alltoall.
 """
 
 from collections.abc import Callable, Iterator
@@ -99,17 +100,25 @@ def measured(options: Options) -> Iterator[Row]:
             for mode in options.modes:
                 if options.device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                ms = max(timed(each[mode], options) for each in calls)  # of all ranks, if they are played
+                times = [timed(each[mode], options) for each in calls]  # of all ranks, if they are played
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim
-                row = {"tokens": tokens, "mask": mask, "who": who, **about, "mode": mode, "ms": ms, "flops": flops}
+                row = {"tokens": tokens, "mask": mask, "who": who, **about, "mode": mode, "flops": flops}
+                row |= {"ms": max(times)} | ({"by_rank": " ".join(f"{ms:.4g}" for ms in times)} if times[1:] else {})
                 rows.append(row | {"peak": peak(options, tokens, mode)})
                 if options.trace and not number:
-                    rows[-1]["spans"] = timeline.record(calls[0][mode])
+                    rows[-1]["spans"] = timeline.record(calls[slowest(times)][mode])
             del calls
         after = floor(options, case) if options.floor else {}
         for row in rows:
             both = [each[str(row["mode"])] for each in (before, after) if each]
             yield row | {"floor_ms": sum(both) / len(both) if both else None}
+
+
+def slowest(times: list[float]) -> int:
+    """The played rank that takes longest, by the clock of the first process: all must play the same."""
+    chosen = [times.index(max(times))]
+    torch.distributed.broadcast_object_list(chosen)
+    return chosen[0]
 
 
 def floor(options: Options, case: Case) -> dict[str, float]:
