@@ -134,7 +134,7 @@ class Recipe:
     def forward(self) -> Pass:
         rounds = self.rounds(1)
         kernel = self.kernel(rounds)
-        return Pass(self.once(rounds, kernel, 1, 1), kernel)
+        return Pass(self.once(rounds, kernel, work=1, sent=1), kernel)
 
     @cached_property
     def backward(self) -> Pass:
@@ -143,7 +143,7 @@ class Recipe:
         kernel = self.kernel(rounds, backward=True)
         parted = self.gathers or kernel.load().parted
         if not parted:
-            rounds = self.once(rounds, kernel, 2.5, 2 if self.narrow else 3)
+            rounds = self.once(rounds, kernel, work=2.5, sent=2 if self.narrow else 3)
         return Pass(tuple(replace(r, steps=self.in_backward(r.steps, parted)) for r in rounds), kernel)
 
     def rounds(self, times: int) -> tuple[Round, ...]:
@@ -161,7 +161,7 @@ class Recipe:
 
         Queries that see keys which arrive get their own keys beside these, and the first step leaves them out. Then no
         partials merge, and a piece of a document sees its keys in one range. What is left for the first step must take
-        as long as the keys that arrive: `work` times a forward pass of it, as `sent` times the keys.
+        as long as what travels: `work` forward passes of it, as long as `sent` times the keys that arrive.
         """
         sight = self.sight or Sight(self.mask, self.rank)
         if not (self.in_two_steps(rounds) and kernel.load().once and sight.is_plain):
