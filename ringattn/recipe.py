@@ -24,6 +24,7 @@ from ringattn.schedule import Only, Round, Schedule, Step, joined, places
 from ringattn.spec import AttentionSpec, Docs
 
 LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
+BESIDE = 32768  # queries of a rank: a backward step of more runs beside none, since a stream's memory is its own
 
 
 class Sight:
@@ -142,7 +143,7 @@ class Recipe:
         rounds = self.rounds(1 if self.narrow else 4)
         kernel = self.kernel(rounds, backward=True)
         parted = self.gathers or kernel.load().parted
-        if not parted:
+        if not parted and self.plan.tokens.shard_len <= BESIDE:
             rounds = self.once(rounds, kernel, work=2.5, sent=2 if self.narrow else 3)
         return Pass(tuple(replace(r, steps=self.in_backward(r.steps, parted)) for r in rounds), kernel)
 
