@@ -1,16 +1,16 @@
 """Many small copies within a GPU as one kernel: the driver takes longer to start a small copy than that takes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ringattn.kernels.triton import Launch, cdiv, kind_of, power_of_2
-
 MOST = 32  # copies of one launch
 WORDS = 2048  # of 8 bytes, which a program copies
 Copy = tuple[int, int, int]  # to, source, and bytes: 16 divides them
+COMPILED: dict[tuple[torch.device, int], Any] = {}  # by how many copies; Triton itself would look at every number
 
 
 @triton.jit
@@ -29,13 +29,17 @@ def copy_kernel(copies, N: tl.constexpr, WORDS: tl.constexpr):
 
 
 def copy_all(copies: Sequence[Copy], device: torch.device) -> None:
-    """Launch the copies on the current stream. None of their numbers tells the compiler more than that of any other."""
+    """Launch the copies on the current stream. The compiler sees of each the same: 16 divides its numbers."""
     for start in range(0, len(copies), MOST):
         some = copies[start : start + MOST]
-        count, numbers, end = power_of_2(len(some)), [], 0
+        numbers: list[int] = []
+        count, end = 1 << (len(some) - 1).bit_length(), 0
         for to, source, size in some:
-            end += cdiv(size, 8 * WORDS)
+            end += -(-size // (8 * WORDS))
             numbers += [to, source, size, 16 * end]
         numbers += numbers[-4:] * (count - len(some))  # with no program
-        given = tuple(numbers), count, WORDS
-        Launch(copy_kernel, (end, 1, 1), device, given, (kind_of(numbers), count))()
+        given, kernel = (tuple(numbers), count, WORDS), COMPILED.get((device, count))
+        if kernel is None:
+            COMPILED[device, count] = copy_kernel[(end,)](*given)  # None in Triton's interpreter
+        else:
+            kernel[end, 1, 1](*given)
