@@ -325,7 +325,7 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     truth = ra.attention(*leaves, spec=spec, docs=docs, sinks=None if sinks is None else sinks.double().cpu())
     truth.backward(dout.double().cpu())
     monkeypatch.setattr(import_module("ringattn.kernels.attention.libraries.thin"), "THIN", 0)
-    monkeypatch.setattr(recipe.Recipe, "hides", lambda *_: True)
+    monkeypatch.setattr(recipe.Recipe, "hides", lambda self, *_: self.rank != seed % (ring + 1))  # one may do without
     monkeypatch.setattr(recipe, "LONG", 0 if seed % 2 else recipe.LONG)
     counted = fa4.KERNEL.once._replace(
         write=lambda *x, **score: visits.append("forward") or fa4.write(*x, **score),
