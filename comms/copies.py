@@ -15,7 +15,7 @@ COMPILED: dict[tuple[torch.device, int], Any] = {}  # by how many copies; Triton
 
 @triton.jit
 def copy_kernel(copies, N: tl.constexpr, WORDS: tl.constexpr):
-    """A program finds its copy among all by the last numbers of each: 16 times how many programs end with it."""
+    """A program copies a part of one copy. The last number of each is 16 times that of the programs up to its end."""
     program, first = tl.program_id(0), 0
     for i in tl.static_range(N):
         end = copies[4 * i + 3] // 16

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -311,22 +312,35 @@ def test_a_backward_pass_of_pieces_of_documents_takes_packed_sequences(fa4_here)
     assert all(len(fa4.rectangles_of(alone, q, k, k, way)) == 1 for way in (False, True)), "nothing on the host"
 
 
-def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.Tensor, near: float) -> None:
-    """Random documents over ranks, against float64: pieces get their own keys beside those that arrive."""
-    rng, visits = np.random.default_rng(seed), []
+def seen_by_pieces(seed: int, tokens: int) -> dict[str, Any]:
+    """Random documents dealt to ranks; or, every seventh time, queries that see none of their own rank's keys."""
+    if seed % 7 == 6:
+        low, half = (0, tokens // 4), (tokens // 2, tokens)
+        slices = [low, (tokens // 4, tokens // 2), half], [low, half, half], ["causal", "full", "full"]
+        return {"mask": ra.Mask.from_slices(*slices, tokens)}
+    rng = np.random.default_rng(seed)
     window = ra.AttentionSpec(window=tokens // 20, softcap=3.0)
     spec = [ra.AttentionSpec(), ra.AttentionSpec(causal=False), window][seed % 3]
-    ring = (2, 3, 4)[seed // 2 % 3]
     lengths = rng.multinomial(tokens - 12, rng.dirichlet(np.full(9, 0.6))).tolist()
-    docs = ra.Docs.from_lengths([*lengths, 5], pad_to=tokens)
+    return {"spec": spec, "docs": ra.Docs.from_lengths([*lengths, 5], pad_to=tokens)}
+
+
+def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.Tensor, near: float) -> None:
+    """Against float64, every third time with a gradient of the lse: pieces get own keys beside those that arrive."""
+    visits, asked = [], seen_by_pieces(seed, tokens)
+    dealt = "docs" in asked
+    ring = (2, 3, 4)[seed // 2 % 3] if dealt else 2
     q, k, v, dout = (torch.randn(1, tokens, h, dim).to(like) for h in (4, 2, 2, 4))
+    dlse = torch.randn(1, tokens, 4).to(like.device) if seed % 3 == 0 else None
     sinks = torch.randn(4).to(like) if seed % 2 else None
     leaves = [x.double().cpu().requires_grad_() for x in (q, k, v)]
-    truth = ra.attention(*leaves, spec=spec, docs=docs, sinks=None if sinks is None else sinks.double().cpu())
-    truth.backward(dout.double().cpu())
+    truth = ra.attention(*leaves, **asked, sinks=None if sinks is None else sinks.double().cpu(), return_lse=True)
+    back(truth, dout.double().cpu(), None if dlse is None else dlse.double().cpu())
     monkeypatch.setattr(import_module("ringattn.kernels.attention.libraries.thin"), "THIN", 0)
-    monkeypatch.setattr(recipe.Recipe, "hides", lambda self, *_: self.rank != seed % (ring + 1))  # one may do without
+    two = ring * dealt  # one rank of these, or none, visits queries twice
+    monkeypatch.setattr(recipe.Recipe, "hides", lambda self, *_: not two or self.rank != seed % (two + 1))
     monkeypatch.setattr(recipe, "LONG", 0 if seed % 2 else recipe.LONG)
+    monkeypatch.setattr(recipe, "BESIDE", 0 if seed % 6 == 5 else tokens)
     counted = fa4.KERNEL.once._replace(
         write=lambda *x, **score: visits.append("forward") or fa4.write(*x, **score),
         backward=lambda *x, **score: visits.append("backward") or fa4.backward_once(*x, **score),
@@ -336,22 +350,26 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
 
     def one_rank(mesh: object) -> list[torch.Tensor]:
         plan = ra.plan(
-            mesh, seq_len=tokens, strategy="ring", layout="balanced", docs=docs, kernel="fa4", spec=spec,
-            transport=ra.Transport(together=ring),
+            mesh, seq_len=tokens, strategy="ring", layout="balanced" if dealt else "contiguous", kernel="fa4",
+            transport=ra.Transport(together=ring), **asked,
         )  # fmt: skip
         own = [plan.shard(x).requires_grad_() for x in (q, k, v)]
-        out = ra.attention(*own, plan, spec=spec, docs=docs, sinks=sinks)
-        out.backward(plan.shard(dout))
-        return [plan.unshard(x) for x in (out, *(x.grad for x in own))]
+        results = ra.attention(*own, plan, **asked, sinks=sinks, return_lse=True)
+        back(results, plan.shard(dout), None if dlse is None else plan.shard(dlse))
+        return [plan.unshard(x) for x in (results[0], *(x.grad for x in own))]
 
     for results in run_ranks(one_rank, ring=ring, device=like.device.type):
-        for name, a, b in zip(("out", "dq", "dk", "dv"), results, (truth, *(x.grad for x in leaves)), strict=True):
+        for name, a, b in zip(("out", "dq", "dk", "dv"), results, (truth[0], *(x.grad for x in leaves)), strict=True):
             error = ((a.double().cpu() - b).norm() / b.norm()).item()
             assert error < near, f"{name} is off by {error}"
-    assert {*visits} == {"forward", "backward"}
+    assert {*visits} == ({"forward"} if seed % 6 == 5 else {"forward", "backward"})
 
 
-@pytest.mark.parametrize("seed", range(6))
+def back(results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> None:
+    torch.autograd.backward(results[: 1 + (dlse is not None)], [dout] if dlse is None else [dout, dlse])
+
+
+@pytest.mark.parametrize("seed", range(7))
 def test_a_balanced_layout_visits_each_query_once(fa4_here, monkeypatch, seed: int) -> None:
     visits_once(fa4_here(), monkeypatch, seed, 480, 16, torch.zeros(()), 1e-5)
 

@@ -87,13 +87,13 @@ def backward_once(
     aside = Aside(q.device)
     with axis.sharing(*trip, "keys of step 2 of 2, backward", score.kernel.fills) as coming:
         grads = kernel.backward((q, *held), home.where, rows, into)
+    sums.send(home, grads, "gradients of step 1 of 2", EVERY[1])
     with aside:
         place_own(other, room, held)
         coming.wait()
-        others = kernel.backward((q, *room), other.where, rows, into)
-        sums.send(other, others, "gradients of step 2 of 2", EVERY[1])
-    sums.add(grads)
-    sums.add(others, other.by_block[other.held], other.own)
+        grads = kernel.backward((q, *room), other.where, rows, into)
+        sums.send(other, grads, "gradients of step 2 of 2", EVERY[1])
+    sums.keep(other, grads)
     sums.settle(last=True)
     kernel.clear(into, (home.where, other.where))
     dq.add(into)
@@ -212,9 +212,10 @@ def room_for(step: Step | None, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]
 
 
 def place_own(step: Step, room: Sequence[Tensor], held: Sequence[Tensor]) -> None:
-    """Copy what a step takes of this rank's block beside what it brings."""
-    to, of = (Slices(x, places) for x, places in ((room, step.by_block[step.held]), (held, step.own)))
-    torch._foreach_copy_([*to], [*of])
+    """Copy what a step takes of this rank's block, if anything, beside what it brings."""
+    if step.own:
+        to, of = (Slices(x, places) for x, places in ((room, step.by_block[step.held]), (held, step.own)))
+        torch._foreach_copy_([*to], [*of])
 
 
 class Aside:
@@ -261,7 +262,8 @@ class Home:
     def send(self, step: Step, grads: Sequence[Any], what: str, heads: slice) -> None:
         """Send the gradients of the blocks that a step brought to their owners, and receive those of this rank's."""
         if not step.brought and not step.shown:  # nothing travelled: the step worked on its own block, if at all
-            self.add(grads, heads=heads)  # None without work
+            for total, grad in zip(self.own, grads, strict=True):  # None without work
+                total.add(grad, heads=heads)
             return
         self.settle()
         kinds = list(zip(self.like, self.dtypes, strict=True))
@@ -274,12 +276,10 @@ class Home:
         out = {s: self.parcel(grads, places.at) for s, places in step.brought.items()}
         self.flight = self.axis.move(out, into, what=what)
 
-    def add(self, grads: Sequence[Any], places: Ranges = (), own: Ranges = (), heads: slice = EVERY[1]) -> None:
-        """Add gradients to this rank's own, or what lies in these places of them to those rows."""
+    def keep(self, step: Step, grads: Sequence[Any]) -> None:
+        """Add the gradients of this rank's keys that a step took beside those that it brought."""
         for total, grad, dtype in zip(self.own, grads, self.dtypes, strict=True):
-            if not own:
-                total.add(grad, heads=heads)
-            for at, r in zip(places, own, strict=True):
+            for at, r in zip(step.by_block.get(step.held, ()), step.own, strict=True):
                 x = grad.rows_at(at, dtype) if isinstance(grad, Total) else grad[:, at.start : at.stop]
                 total.add(x, rows=slice(r.start, r.stop))
 
