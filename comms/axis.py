@@ -164,21 +164,22 @@ class Axis(Protocol):
     cheap_words: bool  # whether exchange_words is cheap compared with a call
     hosts: int  # the number of hosts, if each holds equally many consecutive ranks; else, or if unknown, 0
 
-    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> Pending:
         """Send the tensors of `out` to their ranks, and receive those of `into` from their ranks.
 
         The tensors that rank a sends to b and those that b receives from a have the same shapes in the same order. If a
-        rank is lost, the error of its peer names the transfer with `what`.
+        rank is lost, the error of its peer names the transfer with `what`. `fills`: kernels that run meanwhile may fill
+        the device to their end, so none of the transfer's own would run.
         """
         return Done()
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
         """`with axis.sharing(...) as coming`: a move beside the work of the body.
 
         Readers that get the same object in `out` may read it from one place. Objects are shared in the order of `out`,
         and a receiver knows how long those before its own are (`Slices.after`). Wait for `coming` after the body: a
-        transfer may be launched before the body or after it, whichever the transport hides better. `first`: the body
-        fills the device to its end, so what its kernels would delay comes first.
+        transfer may be launched before the body or after it, whichever the transport hides better. `fills`: the body's
+        kernels do, so what they would delay comes first.
         """
         return nullcontext(Done())
 

@@ -1,4 +1,7 @@
-"""Many small copies within a GPU as one kernel: the driver takes longer to start a small copy than that takes."""
+"""Several copies as one kernel: the driver starts one after the other, which takes longer than a small copy does.
+
+Within a GPU they also wait for multiprocessors once, not each in turn, where another kernel fills the GPU.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,28 +11,36 @@ import triton
 import triton.language as tl
 
 MOST = 32  # copies of one launch
-WORDS = 2048  # of 8 bytes, which a program copies
+WORDS = 2048  # of 8 bytes, which a program copies at once
 Copy = tuple[int, int, int]  # to, source, and bytes: 16 divides them
 COMPILED: dict[tuple[torch.device, int], Any] = {}  # by how many copies; Triton itself would look at every number
 
 
 @triton.jit
 def copy_kernel(copies, N: tl.constexpr, WORDS: tl.constexpr):
-    """A program copies a part of one copy. The last number of each is 16 times that of the programs up to its end."""
-    program, first = tl.program_id(0), 0
+    """Copies are cut into chunks of WORDS words, which are numbered over all. Of n programs each copies every n-th.
+
+    The last number of a copy is 16 times that of the chunks up to its end.
+    """
+    program, n, first = tl.program_id(0), tl.num_programs(0), 0
     for i in tl.static_range(N):
         end = copies[4 * i + 3] // 16
-        if (program >= first) & (program < end):
-            to = tl.multiple_of(copies[4 * i].to(tl.pointer_type(tl.int64)), 16)
-            source = tl.multiple_of(copies[4 * i + 1].to(tl.pointer_type(tl.int64)), 16)
-            at = (program - first) * WORDS + tl.arange(0, WORDS)
-            here = at < copies[4 * i + 2] // 16 * 2  # two words at once
-            tl.store(to + at, tl.load(source + at, mask=here), mask=here)
+        to = tl.multiple_of(copies[4 * i].to(tl.pointer_type(tl.int64)), 16)
+        source = tl.multiple_of(copies[4 * i + 1].to(tl.pointer_type(tl.int64)), 16)
+        words = copies[4 * i + 2] // 16 * 2  # two words at once
+        chunk = first + (program - first % n + n) % n
+        while chunk < end:
+            at = (chunk - first) * WORDS + tl.arange(0, WORDS)
+            tl.store(to + at, tl.load(source + at, mask=at < words), mask=at < words)
+            chunk += n
         first = end
 
 
-def copy_all(copies: Sequence[Copy], device: torch.device) -> None:
-    """Launch the copies on the current stream. The compiler sees of each the same: 16 divides its numbers."""
+def copy_all(copies: Sequence[Copy], device: torch.device, programs: int) -> None:
+    """Launch the copies on the current stream, with so many programs at most.
+
+    The compiler sees of each copy the same: 16 divides its numbers.
+    """
     for start in range(0, len(copies), MOST):
         some = copies[start : start + MOST]
         numbers: list[int] = []
@@ -37,9 +48,10 @@ def copy_all(copies: Sequence[Copy], device: torch.device) -> None:
         for to, source, size in some:
             end += -(-size // (8 * WORDS))
             numbers += [to, source, size, 16 * end]
-        numbers += numbers[-4:] * (count - len(some))  # with no program
+        numbers += numbers[-4:] * (count - len(some))  # with no chunks
         given, kernel = (tuple(numbers), count, WORDS), COMPILED.get((device, count))
+        grid = min(end, programs), 1, 1
         if kernel is None:
-            COMPILED[device, count] = copy_kernel[(end,)](*given)  # None in Triton's interpreter
+            COMPILED[device, count] = copy_kernel[grid](*given)  # None in Triton's interpreter
         else:
-            kernel[end, 1, 1](*given)
+            kernel[grid](*given)

@@ -4,13 +4,33 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 OUT, IN = 0, 1  # the two lanes
 AID = 2  # a third lane, which sets the flags that the others wait for in vain
-FEW, SMALL = 3, 4 * 2**20  # so many copies, of so many bytes on average at most, are one kernel
+FEW, MANY, SMALL = 3, 256, 8 * 2**20  # from FEW on, but not from MANY on, copies of fewer bytes on average are a kernel
+PROGRAMS = {OUT: 2**31 - 1, IN: 64}  # of it at most: over a link so many, on few multiprocessors, are as fast as more
+
+
+class Copy(NamedTuple):
+    """Rows of `size` bytes; a pitch is the distance between the starts of two rows."""
+
+    to: int
+    source: int
+    size: int
+    rows: int = 1
+    to_pitch: int = 0
+    source_pitch: int = 0
+
+
+def are_one(copies: Sequence[Copy]) -> bool:
+    """Whether one kernel makes these copies. Copy engines take no multiprocessor, but start each copy slowly."""
+    count = total = bits = 0
+    for to, source, size, rows, to_pitch, source_pitch in copies:
+        count, total, bits = count + rows, total + rows * size, bits | to | source | size | to_pitch | source_pitch
+    return FEW <= count < MANY and total < SMALL * count and not bits % 16
 
 
 class Lanes:
@@ -36,29 +56,26 @@ class Lanes:
         for stream in self.streams[:AID]:
             stream.wait_event(since)
 
-    def copy(
-        self, lane: int, to: int, source: int, size: int, rows: int = 1, to_pitch: int = 0, source_pitch: int = 0
-    ) -> None:
-        """Copy rows of `size` bytes; a pitch is the distance between the starts of two rows."""
+    def copy(self, lane: int, copy: Copy) -> None:
         self.flush(lane)
-        if rows == 1:
-            self.driver("cuMemcpyAsync", to, source, size, self.handles[lane])
+        if copy.rows == 1:
+            self.driver("cuMemcpyAsync", *copy[:3], self.handles[lane])
         else:
-            copy = strided_copy(to, source, size, rows, to_pitch, source_pitch)
-            self.driver("cuMemcpy2DAsync_v2", copy, self.handles[lane])
+            self.driver("cuMemcpy2DAsync_v2", strided_copy(copy), self.handles[lane])
 
-    def copy_all(self, lane: int, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copies (to, source, bytes), in any order: several small ones as one kernel."""
-        sizes = [size for _, _, size in copies]
-        if len(copies) < FEW or sum(sizes) > SMALL * len(copies) or any([x % 16 for copy in copies for x in copy]):
-            for to, source, size in copies:
-                self.copy(lane, to, source, size)
+    def copy_all(self, lane: int, copies: Sequence[Copy], fills: bool = False) -> None:
+        """Copies in any order. `fills`: other work fills the multiprocessors, for which a kernel would wait."""
+        if fills or not are_one(copies):
+            for copy in copies:
+                self.copy(lane, copy)
             return
         from ringattn.comms.copies import copy_all  # triton is part of torch for GPUs
 
         self.flush(lane)
+        rows = [(to + i * there, source + i * here, size)
+                for to, source, size, count, there, here in copies for i in range(count)]  # fmt: skip
         with self.on(lane):
-            copy_all(copies, self.device)
+            copy_all(rows, self.device, PROGRAMS[lane])
 
     def wait(self, lane: int, flag: int) -> None:
         """Wait until the flag at this address is 1, then set it to 0."""
@@ -121,12 +138,13 @@ def signal(kind: int, address: int, value: int, flags: int = 0) -> bytes:
 ANYWHERE = 4  # CU_MEMORYTYPE_UNIFIED: the driver finds out where the address lies
 
 
-def strided_copy(to: int, source: int, size: int, rows: int, to_pitch: int, source_pitch: int) -> bytes:
+def strided_copy(copy: Copy) -> bytes:
     """A CUDA_MEMCPY2D: 128 bytes.
 
     Each side has an offset in bytes and in rows, the kind of memory, three addresses (on the host, on a device, of an
     array), and a pitch.
     """
+    to, source, size, rows, to_pitch, source_pitch = copy
     there, here = (0, 0, ANYWHERE, 0, to, 0, to_pitch), (0, 0, ANYWHERE, 0, source, 0, source_pitch)
     return struct.pack("<QQI4xQQQQQQI4xQQQQQQ", *here, *there, size, rows)
 

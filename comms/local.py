@@ -100,7 +100,7 @@ class LocalAxis(Moves):
         self.counts[way, source, destination] += 1
         return self.name, self.group, source, destination, self.counts[way, source, destination]
 
-    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> Pending:
         sent = [x for tensors in out.values() for x in tensors]
         self.sent += sum(x.nbytes for x in sent)
         copies = {rank: [x.detach().clone() for x in tensors] for rank, tensors in out.items()}

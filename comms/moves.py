@@ -19,7 +19,7 @@ class Moves:
     by: str
     move: Callable[..., Pending]
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
         return nullcontext(self.move(out, into, what=what) if out or into else Done())
 
     def rotate(

@@ -11,11 +11,11 @@ graph can be replayed. Both sides count their batches, so both know which slot i
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ringattn.comms import memory
-from ringattn.comms.engines import IN, OUT, Lanes
+from ringattn.comms.engines import IN, OUT, Copy, Lanes, are_one
 from ringattn.comms.memory import Piece
 
 SLOTS = 12  # for all other ranks together, but at least two for each
@@ -103,34 +103,48 @@ class Peers:
 
     def put(self, puts: Sequence[Put]) -> None:
         """All copies first, then all signals: a signal between two copies would take longer than a copy."""
-        plain = []
-        for put in puts:
-            to = put.to
-            for address, size, rows, pitch in put.pieces:
-                if rows == 1:
-                    plain.append((to, address, size))
-                else:
-                    self.lanes.copy(OUT, to, address, size, rows, size, pitch)
-                to += rows * size
-        self.lanes.copy_all(OUT, plain)
+        self.lanes.copy_all(OUT, [copy for put in puts for copy in into_slot(put.to, put.pieces)])
         for put in puts:
             for peer in put.readers:
                 self.lanes.set(OUT, self.outbox.full(peer, self.rank, put.slot))
 
-    def receive(self, peer: int, pieces: Sequence[Piece], expect: Expect) -> None:
-        slot = SHARED + self.received[peer] % self.outbox.own
-        self.received[peer] += 1
-        self.take(peer, slot, pieces, expect)
+    def receive(self, batches: Iterable[tuple[int, Sequence[Piece]]], expect: Expect, fills: bool) -> None:
+        """Receive the next batch of each of these ranks. `fills`: other work fills the GPU's multiprocessors."""
+        taken = []
+        for peer, pieces in batches:
+            taken.append((peer, SHARED + self.received[peer] % self.outbox.own, pieces))
+            self.received[peer] += 1
+        self.take(taken, expect, fills)
 
-    def take_shared(self, peer: int, piece: int, pieces: Sequence[Piece], expect: Expect) -> None:
-        """Receive a batch from a shared slot of that rank."""
-        self.take(peer, piece % SHARED, pieces, expect)
+    def take_shared(
+        self, number: int, batches: Iterable[tuple[int, Sequence[Piece]]], expect: Expect, fills: bool
+    ) -> None:
+        """Receive the batch of this number that each of these ranks shares."""
+        self.take([(peer, number % SHARED, pieces) for peer, pieces in batches], expect, fills)
 
-    def take(self, peer: int, slot: int, pieces: Sequence[Piece], expect: Expect) -> None:
-        source = self.outbox.slot(peer, self.rank, slot)
-        self.lanes.wait(IN, self.outbox.full(self.rank, peer, slot))
-        for address, size, rows, pitch in pieces:
-            self.lanes.copy(IN, address, source, size, rows, pitch, size)
-            source += rows * size
-        self.lanes.set(IN, self.outbox.free(peer, self.rank, slot))
-        expect(IN, peer)
+    def take(self, taken: Iterable[tuple[int, int, Sequence[Piece]]], expect: Expect, fills: bool) -> None:
+        """Receive a batch from each of these ranks and slots: together if one kernel copies all, else in turn.
+
+        Each rank sends its batches of one round before it waits for those of others, so this cannot deadlock.
+        """
+        batches = [(peer, slot, self.copies(peer, slot, pieces)) for peer, slot, pieces in taken]
+        together = not fills and are_one([copy for _, _, copies in batches for copy in copies])
+        for group in [batches] if together else [[batch] for batch in batches]:
+            for peer, slot, _ in group:
+                self.lanes.wait(IN, self.outbox.full(self.rank, peer, slot))
+            self.lanes.copy_all(IN, [copy for _, _, copies in group for copy in copies], fills)
+            for peer, slot, _ in group:
+                self.lanes.set(IN, self.outbox.free(peer, self.rank, slot))
+                expect(IN, peer)
+
+    def copies(self, peer: int, slot: int, pieces: Iterable[Piece]) -> list[Copy]:
+        """The copies that bring the pieces of a peer's slot to where they belong."""
+        reverse = into_slot(self.outbox.slot(peer, self.rank, slot), pieces)
+        return [Copy(source, to, size, rows, pitch, within) for to, source, size, rows, within, pitch in reverse]
+
+
+def into_slot(slot: int, pieces: Iterable[Piece]) -> Iterator[Copy]:
+    """The copies of pieces into the slot at this address, one behind the other."""
+    for address, size, rows, pitch in pieces:
+        yield Copy(slot, address, size, rows, size, pitch)
+        slot += rows * size

@@ -94,10 +94,10 @@ class ProcessGroupAxis(Moves):
         limit = timeout_of(group, "cpu") if (group := self.group_ref()) is not None else None
         return () if limit is None else (limit,)
 
-    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> Pending:
         return self.post("near", out, into, None, what)
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
         """On GPUs the body is launched first, since launching a move takes the host a while."""
         if not self.on_gpus or not (out or into):
             return super().sharing(out, into, what)

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -79,7 +78,7 @@ class SymmetricAxis(Moves):
         self.lanes, self.rank, self.size = peers.lanes, peers.rank, watch.size
         self.sent = 0
 
-    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> Pending:
         self.watch.check()
         if not out and not into:
             return Done()
@@ -88,34 +87,33 @@ class SymmetricAxis(Moves):
         sends = {r: leaving[id(tensors)].batches for r, tensors in out.items()}
         arriving = {r: self.batched(tensors, self.buffer) for r, tensors in into.items()}
         receives = {r: each.batches for r, each in arriving.items()}
-        first, expect = self.peers.outbox.own, partial(self.watch.expect, what=what)
+        slots, expect = self.peers.outbox.own, partial(self.watch.expect, what=what)
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
-        self.peers.send([(there, sends[there][:first]) for there, _ in pairs if there in sends], expect)
+        self.peers.send([(there, sends[there][:slots]) for there, _ in pairs if there in sends], expect)
         self.lanes.precede(OUT)
-        for there, here in pairs:  # the same order of pairs on every rank
-            for outward, inward in zip_longest(sends.get(there, ())[first:], receives.get(here, ())):
-                if inward is not None:
-                    self.peers.receive(here, inward, expect)
-                if outward is not None:
-                    self.peers.send([(there, [outward])], expect)
+        for i in range(max(map(len, (*sends.values(), *receives.values())))):
+            here = [(r, receives[r][i]) for _, r in pairs if i < len(receives.get(r, ()))]
+            self.peers.receive(here, expect, fills)
+            later = [(r, [sends[r][slots + i]]) for r, _ in pairs if slots + i < len(sends.get(r, ()))]
+            self.peers.send(later, expect)
         self.unpack(arriving)
         self.sent += sum(map(weight, sends.values()))
         return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
         self.watch.check()
         if not out and not into:
             return nullcontext(Done())
-        given = out, into, what, self.lanes.now()
-        if not first:  # spares the body's kernel the time that the host takes for it
+        given = out, into, what, self.lanes.now(), fills
+        if not fills:  # spares the body's kernel the time that the host takes for it
             return Afterwards(lambda: self.put(*given)())
         fetched = self.put(*given)
         if out:
             self.lanes.precede(OUT)
         return Afterwards(fetched)
 
-    def put(self, out: ByRank, into: ByRank, what: str, since: Any) -> Callable[[], Flight]:
+    def put(self, out: ByRank, into: ByRank, what: str, since: Any, fills: bool) -> Callable[[], Flight]:
         """Put as many batches as fit into the shared slots; returns a function that fetches what other ranks put."""
         self.lanes.start(since)
         readers: dict[int, list[int]] = {}  # by the object that they read
@@ -124,30 +122,30 @@ class SymmetricAxis(Moves):
         leaving = {id(tensors): self.batched(tensors, self.packed) for tensors in out.values()}
         shown = [(pieces, readers[key]) for key, each in leaving.items() for pieces in each.batches]
         arriving = {r: self.batched(x, self.buffer) for r, x in sorted(into.items(), key=self.steps_from)}
-        first = {r: batches_before(x) for r, x in into.items()}
+        starts = {r: batches_before(x) for r, x in into.items()}
         flight = Flight(self.lanes, self.watch, out, leaving, into, arriving)
         expect = partial(self.watch.expect, what=what)
         if shown:
             self.peers.put_shared(0, shown[:SHARED], expect)
 
         def fetched() -> Flight:
-            self.fetch(arriving, first, shown[SHARED:], expect)
+            self.fetch(arriving, starts, shown[SHARED:], expect, fills)
             self.sent += sum(weight([pieces]) * len(ranks) for pieces, ranks in shown)
             return flight.launched()
 
         return fetched
 
     def fetch(
-        self, arriving: Mapping[int, Batched], first: Mapping[int, int], later: Sequence[Any], expect: Any
-    ) -> None:
-        """Fetch the batches of other ranks, from number `first` on, and put the `later` ones of this rank into slots as
-        they become free.
+        self, arriving: Mapping[int, Batched], starts: Mapping[int, int], later: Sequence[Any], expect: Any,
+        fills: bool,
+    ) -> None:  # fmt: skip
+        """Fetch the batches of other ranks, from the numbers `starts` on, and put the `later` ones of this rank into
+        slots as they become free.
         """
-        ends = [first[source] + len(each.batches) for source, each in arriving.items()]
-        for i in range(max(len(later), *ends, 0)):
-            for source, each in arriving.items():
-                if 0 <= i - first[source] < len(each.batches):
-                    self.peers.take_shared(source, i, each.batches[i - first[source]], expect)
+        ends = {r: starts[r] + len(each.batches) for r, each in arriving.items()}
+        for i in range(max(len(later), *ends.values(), 0)):
+            here = [(r, each.batches[i - starts[r]]) for r, each in arriving.items() if starts[r] <= i < ends[r]]
+            self.peers.take_shared(i, here, expect, fills)
             if i < len(later):
                 self.peers.put_shared(SHARED + i, [later[i]], expect)
         self.unpack(arriving)
@@ -263,22 +261,32 @@ def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:
 
 
 def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
-    """The problem of a trial, or None: more batches than slots between all ranks, of rows that are not contiguous."""
-    turns = axis.peers.outbox.own + 1
-    mine = torch.full((turns, 4), axis.rank, dtype=torch.int32, device=device)[:, ::2]
+    """The problem of a trial, or None: more batches than slots between all ranks, in copies of every kind.
+
+    The driver copies one row that is not contiguous, and a kernel copies three tensors.
+    """
+
+    def row(value: int) -> list[Tensor]:
+        return [torch.full((4,), value, dtype=torch.int32, device=device)[::2]]
+
+    def three(value: int) -> list[Tensor]:
+        return [torch.full((4,), value, dtype=torch.int32, device=device) for _ in range(3)]
+
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     try:
-        for i in range(turns):
-            arrived = axis.all_gather(mine[i]).wait()
-            shown = [mine[i].new_zeros(4)[::2] if r != axis.rank else mine[i] for r in range(axis.size)]
-            with axis.sharing(dict.fromkeys(others, (mine[i],)), {r: [shown[r]] for r in others}) as coming:
+        for made in (row, three) * (axis.peers.outbox.own + 1):
+            mine = dict.fromkeys(others, made(axis.rank))
+            moved, shared = ({r: made(-1) for r in others} for _ in range(2))
+            axis.move(mine, moved, fills=made is row).wait()
+            with axis.sharing(mine, shared, fills=made is row) as coming:
                 pass
             coming.wait()
-            for rows in (arrived.view(-1, 2).tolist(), [x.tolist() for x in shown]):
-                if rows != [[r, r] for r in range(axis.size)]:
-                    return f"rank {axis.rank} received {rows}"
-    except (RuntimeError, ConnectionError) as error:
-        return str(error).splitlines()[0]
+            for arrived in (moved, shared):
+                numbers = {r: torch.cat(tensors).unique().tolist() for r, tensors in arrived.items()}
+                if numbers != {r: [r] for r in others}:
+                    return f"rank {axis.rank} received {numbers}"
+    except Exception as error:  # also of Triton's compiler
+        return (str(error) or repr(error)).splitlines()[0]
     return None
 
 

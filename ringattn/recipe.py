@@ -38,7 +38,8 @@ class Sight:
     def at(self, keys: Shard, only: Only | None = None) -> Any:
         """The intervals of these queries among these keys, made once; None if they see none."""
         if (keys, only) not in self.made:
-            self.made[keys, only] = self.among(keys, only)
+            where = self.among(keys, only)
+            self.made[keys, only] = where if only is None or np.less(*where.host).any() else None
         return self.made[keys, only]
 
     def of(self, only: Only | None) -> Any:
@@ -135,7 +136,7 @@ class Recipe:
     def forward(self) -> Pass:
         rounds = self.rounds(1)
         kernel = self.kernel(rounds)
-        return Pass(self.once(rounds, kernel, work=1, sent=1), kernel)
+        return Pass(self.once(rounds, kernel, work=1, sent=1, visits=4), kernel)
 
     @cached_property
     def backward(self) -> Pass:
@@ -144,7 +145,7 @@ class Recipe:
         kernel = self.kernel(rounds, backward=True)
         parted = self.gathers or kernel.load().parted
         if not parted and self.plan.tokens.shard_len <= BESIDE:
-            rounds = self.once(rounds, kernel, work=2.5, sent=2 if self.narrow else 3)
+            rounds = self.once(rounds, kernel, work=2.5, sent=2 if self.narrow else 3, visits=8)
         return Pass(tuple(replace(r, steps=self.in_backward(r.steps, parted)) for r in rounds), kernel)
 
     def rounds(self, times: int) -> tuple[Round, ...]:
@@ -157,12 +158,15 @@ class Recipe:
         together = plan.blocks_at_once(times * self.shape.kv_bytes(layout.shard_len, self.heads[1]))
         return schedule_of(self.mask).rounds(self.rank, plan.hosts, together, sight)
 
-    def once(self, rounds: tuple[Round, ...], kernel: Kernel, work: float, sent: float) -> tuple[Round, ...]:
+    def once(
+        self, rounds: tuple[Round, ...], kernel: Kernel, work: float, sent: float, visits: float
+    ) -> tuple[Round, ...]:
         """The same, or a round of two steps in which no query has keys in both, if the kernel prefers that.
 
         Queries that see keys which arrive get their own keys beside these, and the first step leaves them out. Then no
-        partials merge, and a piece of a document sees its keys in one range. What is left for the first step must take
-        as long as what travels: `work` forward passes of it, as long as `sent` times the keys that arrive.
+        partials merge, and a piece of a document sees its keys in one range. But what is left for the first step may
+        take less time than what travels: `work` forward passes of it, and `sent` times the keys that arrive. To visit
+        queries again takes as long as to read their partials `visits` times.
         """
         sight = self.sight or Sight(self.mask, self.rank)
         if not (self.in_two_steps(rounds) and kernel.load().once and sight.is_plain):
@@ -173,9 +177,10 @@ class Recipe:
             return rounds
         own = covered(*to_local(home.keys, begin[0, see], end[0, see]), home.keys)
         first, last = replace(home, only=Only(other.keys, False)), replace(other, only=Only(other.keys, True), own=own)
-        if not (has_sequences(first.where) and has_sequences(last.where) and self.hides(first, other, work / sent)):
+        if not (are_sequences(first.where) and are_sequences(last.where)):
             return rounds
-        return (replace(rounds[0], steps=(first, last)),)
+        waiting = sent * self.seconds_of_keys(other) - work * self.seconds_of_work(first)
+        return (replace(rounds[0], steps=(first, last)),) if waiting <= visits * self.seconds_of_partials else rounds
 
     def in_two_steps(self, rounds: Sequence[Round]) -> bool:
         """Whether packed documents see own keys in a first step, and all others in a second."""
@@ -184,13 +189,22 @@ class Recipe:
         two = packed and len(rounds) == len(others) == 1 and bool(home.sources and others[0].sources)
         return two and all(r.step == 1 for r in home.keys)
 
-    def hides(self, step: Step, arriving: Step, times: float) -> bool:
-        """Whether so many times the forward work of a step takes as long as the keys of the next."""
-        (heads, kv_heads), shape = self.heads, self.shape
+    def seconds_of_keys(self, step: Step) -> float:
+        """How long the keys travel that a step brings."""
+        return step.length * self.shape.kv_bytes(1, self.heads[1]) / self.plan.link.bandwidth
+
+    def seconds_of_work(self, step: Step) -> float:
+        """How long a step computes forward."""
+        if step.where is None:
+            return 0.0
         begin, end = step.where.host
-        flops = 2 * heads * (shape.head_dim + shape.value_dim) * int(np.maximum(end - begin, 0).sum())
-        keys = arriving.length * shape.kv_bytes(1, kv_heads)
-        return times * flops / self.plan.machine.flops(shape.itemsize, 1) >= keys / self.plan.link.bandwidth
+        flops = 2 * self.heads[0] * (self.shape.head_dim + self.shape.value_dim)
+        return flops * int(np.maximum(end - begin, 0).sum()) / self.plan.machine.flops(self.shape.itemsize, 1)
+
+    @property
+    def seconds_of_partials(self) -> float:
+        """How long this rank takes to read a partial of each of its queries from memory."""
+        return 4 * (self.rows or 0) * self.shape.value_dim / self.plan.machine.bandwidth
 
     def in_backward(self, steps: Sequence[Step], parted: bool) -> tuple[Step, ...]:
         """A round's steps in their order; the halves of home have half of the heads each."""
@@ -315,10 +329,9 @@ def backward_order(home: Any, others: Sequence[Any], parted: bool, halves: bool)
     return [home, *others, home] if halves and others else [*others, home]
 
 
-def has_sequences(where: Any) -> bool:
-    """Whether intervals see something and are few sequences."""
-    sequences = sequences_of(*(side[0] for side in where.host))
-    return sequences is not None and len(sequences.cells) > 0
+def are_sequences(where: Any) -> bool:
+    """Whether intervals are few sequences, or none."""
+    return where is None or sequences_of(*(side[0] for side in where.host)) is not None
 
 
 def covered(begin: np.ndarray, end: np.ndarray, shard: Shard) -> tuple[range, ...]:

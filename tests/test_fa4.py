@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -338,7 +339,8 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     back(truth, dout.double().cpu(), None if dlse is None else dlse.double().cpu())
     monkeypatch.setattr(import_module("ringattn.kernels.attention.libraries.thin"), "THIN", 0)
     two = ring * dealt  # one rank of these, or none, visits queries twice
-    monkeypatch.setattr(recipe.Recipe, "hides", lambda self, *_: not two or self.rank != seed % (two + 1))
+    late = property(lambda self: inf if not two or self.rank != seed % (two + 1) else -inf)
+    monkeypatch.setattr(recipe.Recipe, "seconds_of_partials", late)
     monkeypatch.setattr(recipe, "LONG", 0 if seed % 2 else recipe.LONG)
     monkeypatch.setattr(recipe, "BESIDE", 0 if seed % 6 == 5 else tokens)
     counted = fa4.KERNEL.once._replace(

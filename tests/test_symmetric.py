@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ringattn import api, choosing
-from ringattn.comms import memory, symmetric, watch
+from ringattn.comms import engines, memory, symmetric, watch
 from ringattn.comms.axis import Slices
-from ringattn.comms.engines import AID, IN, OUT, Lanes
+from ringattn.comms.engines import AID, IN, OUT, Copy, Lanes
 from ringattn.comms.local import Board, LocalAxis, LocalMesh
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.symmetric import SymmetricAxis
@@ -59,17 +59,14 @@ class ThreadLanes:
     def put(self, lane, work):
         self.lanes[lane].queue.put(work)
 
-    def copy(self, lane, to, source, size, rows=1, to_pitch=0, source_pitch=0):
+    def copy_all(self, lane, copies, fills=False):
         def work():
-            for row in range(rows):
-                ctypes.memmove(to + row * to_pitch, source + row * source_pitch, size)
+            for to, source, size, rows, to_pitch, source_pitch in copies:
+                for row in range(rows):
+                    ctypes.memmove(to + row * to_pitch, source + row * source_pitch, size)
 
-        self.copies[lane] += 1
+        self.copies[lane] += len(copies)
         self.put(lane, work)
-
-    def copy_all(self, lane, copies):
-        for to, source, size in copies:
-            self.copy(lane, to, source, size)
 
     def wait(self, lane, flag):
         word = ctypes.c_int32.from_address(flag)
@@ -175,8 +172,8 @@ def nothing():
     pass
 
 
-def sharing(axis, tensors, readers, into, work=nothing, what="", first=True):
-    with axis.sharing(dict.fromkeys(readers, tensors), into, what, first) as coming:
+def sharing(axis, tensors, readers, into, work=nothing, what="", fills=True):
+    with axis.sharing(dict.fromkeys(readers, tensors), into, what, fills) as coming:
         work()
     coming.wait()
 
@@ -201,8 +198,8 @@ def test_every_operation_keeps_its_promise(size, one_lane, slot):
             assert flags[::2].eq(0).all() and flags[1::2].eq(1).all()
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot, first):
+@pytest.mark.parametrize("fills", [True, False])
+def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot, fills):
     def fail():
         raise KeyError("lost")
 
@@ -210,9 +207,9 @@ def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot, f
         x, room = torch.arange(40.0) + axis.rank, torch.zeros(40)
         if axis.rank == 0:
             with pytest.raises(KeyError, match="lost"):
-                sharing(axis, [x[:24]], [1], {}, fail, first=first)  # no more than there are slots
+                sharing(axis, [x[:24]], [1], {}, fail, fills=fills)  # no more than there are slots
         else:
-            sharing(axis, [x], [], {0: [room[:24]]}, first=first)
+            sharing(axis, [x], [], {0: [room[:24]]}, fills=fills)
             assert torch.equal(room[:24], x[:24] - 1)
 
     on_ranks(one_rank, axes(2))
@@ -223,9 +220,9 @@ def test_only_beside_work_that_fills_the_device_copies_come_first():
 
     def one_rank(axis):
         results, x, other = [], torch.ones(8), 1 - axis.rank
-        for first in (True, False):
+        for fills in (True, False):
             sent = axis.lanes.copies[OUT]
-            with axis.sharing({other: [x]}, {other: [torch.empty(8)]}, first=first) as coming:
+            with axis.sharing({other: [x]}, {other: [torch.empty(8)]}, fills=fills) as coming:
                 results.append(axis.lanes.copies[OUT] - sent)
             coming.wait()
         return results
@@ -235,24 +232,29 @@ def test_only_beside_work_that_fills_the_device_copies_come_first():
     assert {name for name in fills if fills[name]} == {"cudnn"}
 
 
-def test_many_small_copies_are_one_kernel(monkeypatch):
-    """Bytes that are not 16 times as many, and large copies, are left to the driver."""
+@pytest.mark.parametrize("lane", [OUT, IN])
+def test_many_small_copies_are_one_kernel(lane, monkeypatch):
+    """Bytes that are not 16 times as many, few copies and large ones are left to the driver, and all if asked."""
     pytest.importorskip("triton")
+    monkeypatch.setitem(engines.PROGRAMS, IN, 5)  # which loop
     driven, lanes = [], object.__new__(Lanes)
     lanes.device, lanes.queued, lanes.on = torch.device("cpu"), ([], [], []), lambda lane: nullcontext()
-    monkeypatch.setattr(lanes, "copy", lambda *copy: driven.append(copy), raising=False)
+    monkeypatch.setattr(lanes, "copy", lambda lane, copy: driven.append(copy), raising=False)
     source, random_, copies = torch.randint(0, 255, (1 << 18,), dtype=torch.uint8), random.Random(0), []
-    to, expected, at = torch.zeros(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8), 0
+    to, expected, at = torch.zeros(1 << 22, dtype=torch.uint8), torch.zeros(1 << 22, dtype=torch.uint8), 0
     for _ in range(40):  # more than one launch takes, and some that take several programs
-        start, size = 16 * random_.randrange(1 << 12), 16 * random_.randrange(1, 1500)
-        copies.append((to.data_ptr() + at, source.data_ptr() + start, size))
-        expected[at : at + size] = source[start : start + size]
-        at += size + 16
-    lanes.copy_all(OUT, copies)
+        start, size, rows = 16 * random_.randrange(1 << 12), 16 * random_.randrange(1, 1500), random_.choice([1, 1, 3])
+        copies.append(Copy(to.data_ptr() + at, source.data_ptr() + start, size, rows, size + 32, size + 16))
+        for row in range(rows):
+            expected[at : at + size] = source[start + row * (size + 16) :][:size]
+            at += size + 32
+    lanes.copy_all(lane, copies)
     assert torch.equal(to, expected) and not driven
-    for others in (copies[:2], [(a, b, n + 8) for a, b, n in copies[:3]], [(a, b, 2**23) for a, b, _ in copies[:3]]):
-        lanes.copy_all(OUT, others)
-        assert [copy[1:] for copy in driven] == others
+    odd = [copy._replace(size=copy.size + 8) for copy in copies[:3]]
+    large = [copy._replace(size=2**23) for copy in copies[:3]]
+    for others, fills in (([copies[0]._replace(rows=1)], False), (odd, False), (large, False), (copies, True)):
+        lanes.copy_all(lane, others, fills)
+        assert driven == others
         driven.clear()
 
 
@@ -426,10 +428,10 @@ class Memcpy2D(ctypes.Structure):
 
 
 def test_the_driver_is_asked_for_rows_only_where_there_are_some():
-    engines, calls = object.__new__(Lanes), []
-    engines.queued, engines.handles, engines.driver = ([], [], []), (10, 11, 12), lambda *asked: calls.append(asked)
-    engines.copy(IN, 1, 2, 3, 1, 4, 5)
-    engines.copy(IN, 2**47 + 1, 2**46, 100, 3, 2**31 - 1, 200)
+    lanes, calls = object.__new__(Lanes), []
+    lanes.queued, lanes.handles, lanes.driver = ([], [], []), (10, 11, 12), lambda *asked: calls.append(asked)
+    lanes.copy(IN, Copy(1, 2, 3, 1, 4, 5))
+    lanes.copy(IN, Copy(2**47 + 1, 2**46, 100, 3, 2**31 - 1, 200))
     plain, (name, asked, stream) = calls
     assert plain == ("cuMemcpyAsync", 1, 2, 3, 11) and (name, stream) == ("cuMemcpy2DAsync_v2", 11)
     assert len(asked) == ctypes.sizeof(Memcpy2D) == 128
@@ -442,9 +444,9 @@ def test_the_driver_is_asked_for_rows_only_where_there_are_some():
 
 def test_a_trial_distinguishes_an_outbox_that_works_from_one_that_does_not(slot, monkeypatch):
     assert on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3)) == [None] * 3
-    monkeypatch.setattr(ThreadLanes, "copy", lambda *asked: None)
+    monkeypatch.setattr(ThreadLanes, "copy_all", lambda *asked: None)
     assert all(
-        "received [[" in message
+        "received {" in message
         for message in on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3))
     )
 

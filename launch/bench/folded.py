@@ -55,11 +55,11 @@ class Folded(Moves):
     def sent(self) -> int:
         return int(self.axis.sent)
 
-    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
-        return self.axis.move(*self.between(into), what)
+    def move(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> Pending:
+        return self.axis.move(*self.between(into), what, fills)
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
-        return self.axis.sharing(*self.between(into), what, first)
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
+        return self.axis.sharing(*self.between(into), what, fills)
 
     def between(self, into: ByRank) -> tuple[ByRank, ByRank]:
         """What would come from a rank so many places away comes from a process, which gets as much from this one."""

@@ -67,12 +67,13 @@ def once(
     room, trip = room_for(other, k, v)
     aside = Aside(q.device)
     with axis.sharing(*trip, "keys of step 2 of 2, forward", score.kernel.fills) as coming:
-        kernel.write(q, k, v, home.where, into)
+        if home.where:
+            kernel.write(q, k, v, home.where, into)
     with aside:
         place_own(other, room, (k, v))
         coming.wait()
         kernel.write(q, *room, other.where, into)
-    return kernel.written(into, (home.where, other.where), start)
+    return kernel.written(into, [step.where for step in steps if step.where], start)
 
 
 def backward_once(
@@ -82,11 +83,11 @@ def backward_once(
     """`of_round` in two steps of which no query has keys in both. Gradients return while the first step computes."""
     (home, other), kernel = steps, score.once
     assert kernel  # the recipe asked
-    into, sums = q.new_empty(q.shape), Home(axis, narrow, *held)
+    into, sums = q.new_empty(q.shape), Home(axis, narrow, score.kernel.fills, *held)
     room, trip = room_for(other, *held)
     aside = Aside(q.device)
     with axis.sharing(*trip, "keys of step 2 of 2, backward", score.kernel.fills) as coming:
-        grads = kernel.backward((q, *held), home.where, rows, into)
+        grads = kernel.backward((q, *held), home.where, rows, into) if home.where else NONE[1:]
     sums.send(home, grads, "gradients of step 1 of 2", EVERY[1])
     with aside:
         place_own(other, room, held)
@@ -95,7 +96,7 @@ def backward_once(
         sums.send(other, grads, "gradients of step 2 of 2", EVERY[1])
     sums.keep(other, grads)
     sums.settle(last=True)
-    kernel.clear(into, (home.where, other.where))
+    kernel.clear(into, [step.where for step in steps if step.where])
     dq.add(into)
     return sums.own
 
@@ -137,7 +138,8 @@ def of_round(
 
     A step's gradients of other ranks' keys travel while it computes the rest.
     """
-    home, parted, halves = Home(axis, narrow, *held), score.kernel.parted, steps[0].heads is not None
+    home, parted = Home(axis, narrow, score.kernel.fills, *held), score.kernel.parted
+    halves = steps[0].heads is not None
     count = len(steps) - halves
     here, trip = room_for(steps[0], *held)
     with axis.sharing(*trip, f"keys of step 1 of {count}, backward") as coming:
@@ -249,11 +251,11 @@ def second_stream(device: torch.device) -> torch.cuda.Stream:
 class Home:
     """The gradients of this rank's own tensors: its own part, and the parts that their readers send back.
 
-    `narrow`: parts are sent in the tensors' dtype; else in the dtype of sums.
+    `narrow`: parts are sent in the tensors' dtype; else in the dtype of sums. `fills`: as in `Axis.move`.
     """
 
-    def __init__(self, axis: Axis, narrow: bool, *like: Tensor):
-        self.axis, self.like = axis, like
+    def __init__(self, axis: Axis, narrow: bool, fills: bool, *like: Tensor):
+        self.axis, self.fills, self.like = axis, fills, like
         self.dtypes = [x.dtype if narrow else accumulator(x) for x in like]
         self.own = tuple(Total(x) for x in like)
         self.coming: Sequence[tuple[Ranges, Sequence[Tensor]]] = ()  # what each reader sends: of which rows, and those
@@ -274,7 +276,7 @@ class Home:
             self.coming.append((rows, room))
             into[reader] = Slices(room, at)
         out = {s: self.parcel(grads, places.at) for s, places in step.brought.items()}
-        self.flight = self.axis.move(out, into, what=what)
+        self.flight = self.axis.move(out, into, what, self.fills)
 
     def keep(self, step: Step, grads: Sequence[Any]) -> None:
         """Add the gradients of this rank's keys that a step took beside those that it brought."""
