@@ -1,12 +1,16 @@
 """A call can be printed, and what it prints is what every rank carries out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import ringattn as ra
 from ringattn import recipe
+from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
 from ringattn.cost import Shape
+from ringattn.launch.bench.masks import cases
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.recipe import Recipe
@@ -74,3 +78,21 @@ def test_kernels_for_packed_documents_are_for_one_device_and_the_same_documents_
     plan = Plan(60, ring, 1, "ring" if ring > 1 else "ulysses")
     Recipe(Mask(plan, ra.AttentionSpec(), docs), Shape(60, 60, 8, 4, 8, 8, 4), "cuda", "bfloat16").selected(False)
     assert kinds == [kind]
+
+
+@pytest.mark.parametrize("slower, heads, once", [(1, 64, 8), (1, 32, 6), (100, 64, 0)])
+def test_queries_are_visited_once_unless_a_rank_would_wait_longer_for_their_keys(slower, heads, once, monkeypatch):
+    """Ranks that hold hardly any documents of their own have nothing to hide the transfer, and visit them once too."""
+    kernel = SimpleNamespace(load=lambda: SimpleNamespace(once=True, parted=False))
+    monkeypatch.setattr(Recipe, "kernel", lambda *_, **__: kernel)
+    seconds = Recipe.seconds_of_keys
+    monkeypatch.setattr(Recipe, "seconds_of_keys", lambda self, step: slower * seconds(self, step))
+    (_, case), = cases(["lognormal:2048:1.4"], [65536])  # fmt: skip
+    target = elsewhere("cuda", [(8, 1)], gpus=8)
+    plan = ra.plan(
+        target, seq_len=65536, heads=(heads, 8), head_dim=128, layout="balanced", strategy="ring", **case.asked
+    )
+    mask, shape = Mask(plan, ra.AttentionSpec(), plan.docs), Shape(65536, 65536, heads, 8, 128, 128)
+    steps = [Recipe(mask, shape, "cuda", "bfloat16", rank=rank).forward.rounds[0].steps for rank in range(8)]
+    assert sum(first.only is not None for first, *_ in steps) == once
+    assert (once < 8) or any(first.where is None for first, *_ in steps), "a rank with no documents of its own"
