@@ -418,11 +418,9 @@ def backward_once(
             given["dlse"] = -delta[:, queries].contiguous()
         with ONE:
             dk, dv = _flash_attn_bwd(q, k, v, out, dout, lse[:, queries].contiguous(), **given)[1:3]
-        if len(calls) == 1:
-            for a, b in zip([0, *(x.stop for x in seen)], [*(x.start for x in seen), len(k)], strict=True):
-                dk[a:b], dv[a:b] = 0, 0
+        if len(calls) == 1 and seen == [slice(0, len(k))]:
             return dk[None], dv[None]
-        for keys in seen:
+        for keys in seen:  # it leaves the rest as it was
             for total, x in zip(sums, (dk, dv), strict=True):
                 total.add(x[None, keys], keys)
     return sums
