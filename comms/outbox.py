@@ -132,10 +132,10 @@ class Peers:
         for group in [batches] if together else [[batch] for batch in batches]:
             for peer, slot, _ in group:
                 self.lanes.wait(IN, self.outbox.full(self.rank, peer, slot))
+                expect(IN, peer)  # after each wait, so that the peer is named for which a lane really waits
             self.lanes.copy_all(IN, [copy for _, _, copies in group for copy in copies], fills)
             for peer, slot, _ in group:
                 self.lanes.set(IN, self.outbox.free(peer, self.rank, slot))
-                expect(IN, peer)
 
     def copies(self, peer: int, slot: int, pieces: Iterable[Piece]) -> list[Copy]:
         """The copies that bring the pieces of a peer's slot to where they belong."""

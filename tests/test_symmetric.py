@@ -451,17 +451,19 @@ def test_a_trial_distinguishes_an_outbox_that_works_from_one_that_does_not(slot,
     )
 
 
-def test_a_rank_that_never_comes_is_named_in_time():
+@pytest.mark.parametrize("together", [False, True])
+def test_a_rank_that_never_comes_is_named_in_time(together):
+    """Also if a kernel is to fetch what it sends `together` with what another rank sent in time."""
+
     def one_rank(axis):
         if axis.rank == 2:
             return None
         start = time.monotonic()
-        x = torch.ones(4)
+        others = [r for r in range(3) if r != axis.rank]
+        mine, rooms = [torch.ones(4) for _ in range(3)], {r: [torch.ones(4) for _ in range(3)] for r in others}
         with pytest.raises(ConnectionError, match=r"rank 2 within 0.5 s \(the keys of step 2\); it died"):
             while time.monotonic() - start < 20:
-                axis.move(
-                    {r: [x] for r in range(3) if r != axis.rank}, {2: [x.clone()]}, what="the keys of step 2"
-                ).wait()
+                axis.move(dict.fromkeys(others, mine), rooms, "the keys of step 2", fills=not together).wait()
         return time.monotonic() - start
 
     results = on_ranks(one_rank, axes(3, timeout=0.5))
