@@ -1,13 +1,14 @@
 """Packed documents dealt to ranks by work: equally many tokens and nearly equal work for each, in a few ranges.
 
 Short documents lie whole on one rank, neighbours together. Long ones are cut in pairs of an early and a late block over
-as few ranks as balance allows. At last ranks with too much work swap late tokens against early ones of ranks with too
-little. Work is counted in pairs of a query and a key that it sees. Kernels compute tiles of queries, so long documents
-are cut, and swaps made, between tiles where that is possible: a tile that is cut is computed twice. Plain numpy and
-Python: milliseconds.
+as few ranks as balance allows. Then ranks with too much work swap late tokens against early ones of ranks with too
+little. At last the slowest rank does so: one that receives many keys gets somewhat less work. Work is counted in pairs
+of a query and a key that it sees. Kernels compute tiles of queries, so long documents are cut, and swaps made, between
+tiles where that is possible: a tile that is cut is computed twice. Plain numpy and Python: milliseconds.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import pairwise
 from math import ceil
 
@@ -17,8 +18,11 @@ from ringattn.bands import Work
 
 SHARE = 0.6  # of a rank's work or tokens: a longer document, or a part of one, is cut over more ranks
 GROUPS = 8  # of short neighbours, that fill a rank
-GOAL = 1.01  # the work of the busiest rank over the mean at which swapping stops
-SWAPS, PARTNERS = 16, 8  # swaps a rank, and ranks to swap with, at most
+KEY = 256  # pairs that take as long as to receive a key and to return its gradient
+GOAL = 1.01  # the work of the busiest rank over the mean, and the time of the slowest, at which swapping stops
+MOST = 1.012  # the work of a rank over the mean that it may have in order to be as slow as others
+SWAPS, PARTNERS = 16, 8  # for work: swaps a rank, and ranks to swap with, at most
+LAST, NEAR = 16, 5  # for time: swaps in all, and ranks to swap with
 TRIED = (3, 8)  # ranges of each that are tried, at most: more if no swap of fewer wins anything
 TILE, TILES = 128, 32  # queries that a kernel computes at once, and from how many tiles a rank on that counts
 Range = tuple[int, int]
@@ -115,6 +119,7 @@ class Deal:
             self.fill(a, b)
         self.fill(int(self.edges[-2]), int(self.edges[-1]))
         self.repair()
+        self.even_out()
         return [joined(ranges) for ranges in self.held]
 
     def repair(self) -> None:
@@ -127,43 +132,86 @@ class Deal:
             if not any(self.swap(high, low, tried) for tried in TRIED for low in order[:PARTNERS]):
                 return
 
+    def even_out(self) -> None:
+        """Swap between the slowest rank and one of the fastest, until all take nearly equal times."""
+        keys = [self.received(ranges)[1] for ranges in self.held]
+        for _ in range(LAST):
+            times = [load + KEY * n for load, n in zip(self.load, keys, strict=True)]
+            order = sorted(range(self.ranks), key=times.__getitem__)
+            high = order.pop()
+            if times[high] <= GOAL * sum(times) / self.ranks:
+                return
+            if not any(self.hasten(high, low, times, keys) for low in order[:NEAR]):
+                return
+
     def density(self, tokens: Range) -> float:
         return (self.below(tokens[1]) - self.below(tokens[0])) / (tokens[1] - tokens[0])
 
     def received(self, ranges: list[Range]) -> tuple[dict[int, int], int]:
-        """How far into documents that began elsewhere these ranges reach, and how many of those keys they lack."""
-        places = [(self.document(a), a, b) for a, b in ranges]
+        """Up to where these ranges see documents that began elsewhere, by their first tokens, and how many of those
+        keys they lack.
+        """
+        starts, places = self.lists[0], []
         reach: dict[int, int] = {}
-        for doc, a, _ in places:
-            if a > self.lists[0][doc]:
-                reach[doc] = max(reach.get(doc, 0), a - self.lists[0][doc])
-        own = sum(max(0, min(b, self.lists[0][doc] + reach.get(doc, 0)) - a) for doc, a, b in places)
-        return reach, sum(reach.values()) - own
+        for a, b in ranges:
+            start = starts[bisect_right(starts, a) - 1]
+            places.append((start, a, b))
+            if a > reach.get(start, start):
+                reach[start] = a
+        own = sum([min(b, reach[start]) - a for start, a, b in places if a < reach.get(start, start)])
+        return reach, sum(reach.values()) - sum(reach) - own
+
+    def swaps(self, high: int, low: int, tried: int, want: float) -> Iterator[tuple[Range, Range, int, float, int]]:
+        """Late tokens of one rank and as many early ones of another: of which ranges, how many, the work that this
+        moves, and what both ranks' cuts cost.
+        """
+        takers = sorted(self.held[low], key=self.density)[:tried]
+        for give in sorted(self.held[high], key=self.density)[-tried:]:
+            for take in takers:
+                n, moved = self.exchanged(give, take, want)
+                if moved > 0.02 * want:
+                    yield give, take, n, moved, max(self.torn(give[1] - n), self.torn(take[0] + n))
+
+    def after(self, high: int, low: int, give: Range, take: Range, n: int) -> tuple[list[Range], list[Range]]:
+        """What both ranks hold after a swap."""
+        highs = without(self.held[high], give, (give[0], give[1] - n), (take[0], take[0] + n))
+        return highs, without(self.held[low], take, (take[0] + n, take[1]), (give[1] - n, give[1]))
 
     def swap(self, high: int, low: int, tried: int) -> bool:
-        """Exchange late tokens of one rank and as many early ones of another; False if nothing is won."""
+        """Make the swap that wins most, for the fewest keys that both ranks receive more; False if none does."""
         want = min(self.load[high] - self.work, self.work - self.load[low])
         if want <= 0:
             return False
-        givers = sorted(self.held[high], key=self.density)[-tried:]
-        takers = sorted(self.held[low], key=self.density)[:tried]
         (reach_high, has_high), (reach_low, has_low) = self.received(self.held[high]), self.received(self.held[low])
         best: tuple[float, list[Range], list[Range], float] | None = None
-        for give in givers:
-            for take in takers:
-                n, moved = self.exchanged(give, take, want)
-                more_low, more_high = self.more(give[1] - n, reach_low), self.more(take[0], reach_high)
-                torn = max(self.torn(give[1] - n), self.torn(take[0] + n))
-                score = (moved - torn) / want - (more_low + more_high) / self.longest
-                if moved <= 0.02 * want or (best is not None and score <= best[0]):
-                    continue
-                highs = without(self.held[high], give, (give[0], give[1] - n), (take[0], take[0] + n))
-                lows = without(self.held[low], take, (take[0] + n, take[1]), (give[1] - n, give[1]))
+        for give, take, n, moved, torn in self.swaps(high, low, tried, want):
+            more_low, more_high = self.more(give[1] - n, reach_low), self.more(take[0], reach_high)
+            score = (moved - torn) / want - (more_low + more_high) / self.longest
+            if best is None or score > best[0]:
+                highs, lows = self.after(high, low, give, take, n)
                 if self.fits(highs, has_high + more_high) and self.fits(lows, has_low + more_low):
                     best = score, highs, lows, moved
         if best is None:
             return False
         _, self.held[high], self.held[low], moved = best
+        self.load[high] -= moved
+        self.load[low] += moved
+        return True
+
+    def hasten(self, high: int, low: int, times: list[float], keys: list[int]) -> bool:
+        """Make the swap after which the slower of both ranks is fastest, and faster than now; False if none is so."""
+        room = MOST * self.work - self.load[low]
+        want, best = min((times[high] - times[low]) / 2, room), 0.998 * times[high]
+        chosen: tuple[list[Range], list[Range], float, int, int] | None = None
+        for give, take, n, moved, torn in self.swaps(high, low, TRIED[0], want) if want > 0 else ():
+            highs, lows = self.after(high, low, give, take, n)
+            some, others = self.received(highs)[1], self.received(lows)[1]
+            slower = torn + max(self.load[high] - moved + KEY * some, self.load[low] + moved + KEY * others)
+            if slower < best and moved <= room and max(some, others) <= self.most:
+                best, chosen = slower, (highs, lows, moved, some, others)
+        if chosen is None:
+            return False
+        self.held[high], self.held[low], moved, keys[high], keys[low] = chosen
         self.load[high] -= moved
         self.load[low] += moved
         return True
@@ -174,8 +222,8 @@ class Deal:
 
     def more(self, start: int, reach: dict[int, int]) -> int:
         """How many more keys a rank receives with a range that begins at `start`."""
-        doc = self.document(start)
-        return max(0, start - self.lists[0][doc] - reach.get(doc, 0))
+        first = self.lists[0][self.document(start)]
+        return max(0, start - reach.get(first, first))
 
     def exchanged(self, give: Range, take: Range, want: float) -> tuple[int, float]:
         """How many tokens at the end of `give` and the start of `take` to exchange, and the work that this moves."""

@@ -226,7 +226,7 @@ def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
 
     def noting(what, function):
         def noted(*args, **options):
-            events.setdefault(threading.get_ident(), []).append(options.get("what") or what)
+            events.setdefault(threading.get_ident(), []).append(what or options.get("what") or args[2])
             return function(*args, **options)
 
         return noted
@@ -238,7 +238,7 @@ def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel="sdpa_cpu", strategy="ring")
         assert plan.layout == "zigzag"
-        plan.ring_axis.move = noting("a move", plan.ring_axis.move)
+        plan.ring_axis.move = noting("", plan.ring_axis.move)  # by its purpose
         q, k, v = (plan.shard(x).requires_grad_() for x in given)
         ra.attention(q, k, v, plan).sum().backward()
         happened = list(events[threading.get_ident()])
