@@ -22,7 +22,7 @@ KEY = 256  # pairs that take as long as to receive a key and to return its gradi
 GOAL = 1.01  # the work of the busiest rank over the mean, and the time of the slowest, at which swapping stops
 MOST = 1.012  # the work of a rank over the mean that it may have in order to be as slow as others
 SWAPS, PARTNERS = 16, 8  # for work: swaps a rank, and ranks to swap with, at most
-LAST, NEAR = 16, 5  # for time: swaps in all, and ranks to swap with
+LAST, NEAR = 2, 5  # the same for time
 TRIED = (3, 8)  # ranges of each that are tried, at most: more if no swap of fewer wins anything
 TILE, TILES = 128, 32  # queries that a kernel computes at once, and from how many tiles a rank on that counts
 Range = tuple[int, int]
@@ -45,6 +45,7 @@ class Deal:
         self.tokens, self.work = total // ranks, max(1.0, float(pairs.sum()) / ranks)
         self.room, self.load = [self.tokens] * ranks, [0.0] * ranks
         self.held: list[list[Range]] = [[] for _ in range(ranks)]
+        self.densities: dict[Range, float] = {}
         self.late: list[Range] = []  # what did not fit where it should go
 
     def below(self, at: int) -> int:
@@ -135,7 +136,7 @@ class Deal:
     def even_out(self) -> None:
         """Swap between the slowest rank and one of the fastest, until all take nearly equal times."""
         keys = [self.received(ranges)[1] for ranges in self.held]
-        for _ in range(LAST):
+        for _ in range(LAST * self.ranks):
             times = [load + KEY * n for load, n in zip(self.load, keys, strict=True)]
             order = sorted(range(self.ranks), key=times.__getitem__)
             high = order.pop()
@@ -145,7 +146,9 @@ class Deal:
                 return
 
     def density(self, tokens: Range) -> float:
-        return (self.below(tokens[1]) - self.below(tokens[0])) / (tokens[1] - tokens[0])
+        if tokens not in self.densities:
+            self.densities[tokens] = (self.below(tokens[1]) - self.below(tokens[0])) / (tokens[1] - tokens[0])
+        return self.densities[tokens]
 
     def received(self, ranges: list[Range]) -> tuple[dict[int, int], int]:
         """Up to where these ranges see documents that began elsewhere, by their first tokens, and how many of those

@@ -51,9 +51,10 @@ def tiles(starts, ranges):
 def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
     """Counted token by token for 20 mixes: work within 2%, 1.5 x the longest document and a shard, 12 ranges a rank.
 
-    And few tiles are cut in two: all ranks together compute hardly more of them than one would.
+    And few tiles are cut in two: all ranks together compute hardly more of them than one would. With the time for keys
+    the slowest rank is hardly slower than the mean.
     """
-    shard, count, computed, whole = 16384, [], 0, 0
+    shard, count, computed, whole, slowest = 16384, [], 0, 0, []
     for seed in range(20):
         lengths = mix(ranks * shard, kind, np.random.default_rng(seed))
         starts = np.append(0, np.cumsum(lengths))
@@ -67,11 +68,16 @@ def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
         assert work.max() <= 1.02 * work.mean() and (everything == np.arange(ranks * shard)).all()
         computed += sum(tiles(starts, ranges) for ranges in results)
         whole += tiles(starts, [(0, ranks * shard)])
+        keys = []
         for ranges in results:
             at = np.concatenate([np.arange(a, b) for a, b in ranges])
             last = np.zeros(len(lengths), int)
             np.maximum.at(last, document[at], pairs[at])
-            assert len(at) == shard and last.sum() - shard <= 1.5 * max(lengths) + shard
+            keys.append(last.sum() - shard)
+            assert len(at) == shard and keys[-1] <= 1.5 * max(lengths) + shard
+        times = work + 256 * np.array(keys)
+        slowest.append(times.max() / times.mean())
+    assert np.mean(slowest) <= (1.033 if ranks == 64 else 1.016)
     assert np.mean(count) <= 12 and whole <= computed <= 1.006 * whole
 
 
