@@ -18,7 +18,7 @@ from ringattn.bands import Work
 
 SHARE = 0.6  # of a rank's work or tokens: a longer document, or a part of one, is cut over more ranks
 GROUPS = 8  # of short neighbours, that fill a rank
-KEY = 256  # pairs that take as long as to receive a key and to return its gradient
+KEY = 256  # pairs that take as long as to receive a key and to return its gradient, with four query heads a key head
 GOAL = 1.01  # the work of the busiest rank over the mean, and the time of the slowest, at which swapping stops
 MOST = 1.012  # the work of a rank over the mean that it may have in order to be as slow as others
 SWAPS, PARTNERS = 16, 8  # for work: swaps a rank, and ranks to swap with, at most
@@ -205,16 +205,16 @@ class Deal:
         """Make the swap after which the slower of both ranks is fastest, and faster than now; False if none is so."""
         room = MOST * self.work - self.load[low]
         want, best = min((times[high] - times[low]) / 2, room), 0.998 * times[high]
-        chosen: tuple[list[Range], list[Range], float, int, int] | None = None
+        chosen: tuple[list[Range], list[Range], float, tuple[int, int]] | None = None
         for give, take, n, moved, torn in self.swaps(high, low, TRIED[0], want) if want > 0 else ():
             highs, lows = self.after(high, low, give, take, n)
-            some, others = self.received(highs)[1], self.received(lows)[1]
-            slower = torn + max(self.load[high] - moved + KEY * some, self.load[low] + moved + KEY * others)
-            if slower < best and moved <= room and max(some, others) <= self.most:
-                best, chosen = slower, (highs, lows, moved, some, others)
+            lacks = self.received(highs)[1], self.received(lows)[1]
+            slower = torn + max(self.load[high] - moved + KEY * lacks[0], self.load[low] + moved + KEY * lacks[1])
+            if slower < best and moved <= room and max(lacks) <= self.most:
+                best, chosen = slower, (highs, lows, moved, lacks)
         if chosen is None:
             return False
-        self.held[high], self.held[low], moved, keys[high], keys[low] = chosen
+        self.held[high], self.held[low], moved, (keys[high], keys[low]) = chosen
         self.load[high] -= moved
         self.load[low] += moved
         return True
