@@ -168,8 +168,8 @@ class Axis(Protocol):
         """Send the tensors of `out` to their ranks, and receive those of `into` from their ranks.
 
         The tensors that rank a sends to b and those that b receives from a have the same shapes in the same order. If a
-        rank is lost, the error of its peer names the transfer with `what`. `fills`: kernels that run meanwhile may fill
-        the device to their end, so none of the transfer's own would run.
+        rank is lost, the error of its peer names the transfer with `what`. `fills`: kernels that run meanwhile may
+        occupy the device until they end, so the transfer launches none of its own.
         """
         return Done()
 
@@ -178,8 +178,8 @@ class Axis(Protocol):
 
         Readers that get the same object in `out` may read it from one place. Objects are shared in the order of `out`,
         and a receiver knows how long those before its own are (`Slices.after`). Wait for `coming` after the body: a
-        transfer may be launched before the body or after it, whichever the transport hides better. `fills`: the body's
-        kernels do, so what they would delay comes first.
+        transfer may be launched before the body or after it, whichever the transport hides better. `fills`: as in
+        `move`, for the body's kernels; what they would delay is launched before them.
         """
         return nullcontext(Done())
 

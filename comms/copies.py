@@ -1,6 +1,6 @@
 """Several copies as one kernel: the driver starts one after the other, which takes longer than a small copy does.
 
-Within a GPU they also wait for multiprocessors once, not each in turn, where another kernel fills the GPU.
+Beside another kernel each of the driver's copies within a GPU also waits for multiprocessors anew; these wait once.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ import triton.language as tl
 
 MOST = 32  # copies of one launch
 WORDS = 2048  # of 8 bytes, which a program copies at once
-Copy = tuple[int, int, int]  # to, source, and bytes: 16 divides them
 COMPILED: dict[tuple[torch.device, int], Any] = {}  # by how many copies; Triton itself would look at every number
 
 
@@ -36,8 +35,8 @@ def copy_kernel(copies, N: tl.constexpr, WORDS: tl.constexpr):
         first = end
 
 
-def copy_all(copies: Sequence[Copy], device: torch.device, programs: int) -> None:
-    """Launch the copies on the current stream, with so many programs at most.
+def copy_all(copies: Sequence[tuple[int, int, int]], device: torch.device, programs: int) -> None:
+    """Launch copies (to, source, bytes) on the current stream, with so many programs at most.
 
     The compiler sees of each copy the same: 16 divides its numbers.
     """

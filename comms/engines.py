@@ -10,8 +10,9 @@ import torch
 
 OUT, IN = 0, 1  # the two lanes
 AID = 2  # a third lane, which sets the flags that the others wait for in vain
-FEW, MANY, SMALL = 3, 256, 8 * 2**20  # from FEW on, but not from MANY on, copies of fewer bytes on average are a kernel
-PROGRAMS = {OUT: 2**31 - 1, IN: 64}  # of it at most: over a link so many, on few multiprocessors, are as fast as more
+FEW, MANY = 3, 256  # so many copies, but fewer than MANY, are one kernel,
+SMALL = 8 * 2**20  # if they have fewer bytes than this on average
+PROGRAMS = {OUT: 2**31 - 1, IN: 64}  # of the kernel, at most: over a link 64, on few multiprocessors, are fast enough
 
 
 class Copy(NamedTuple):

@@ -20,7 +20,7 @@ class Moves:
     move: Callable[..., Pending]
 
     def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
-        return nullcontext(self.move(out, into, what=what) if out or into else Done())
+        return nullcontext(self.move(out, into, what, fills) if out or into else Done())
 
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""

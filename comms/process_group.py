@@ -100,7 +100,7 @@ class ProcessGroupAxis(Moves):
     def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
         """On GPUs the body is launched first, since launching a move takes the host a while."""
         if not self.on_gpus or not (out or into):
-            return super().sharing(out, into, what)
+            return super().sharing(out, into, what, fills)
         since = torch.cuda.current_stream().record_event()
         return Afterwards(partial(self.post, "near", out, into, since, what))
 

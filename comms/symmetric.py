@@ -7,7 +7,7 @@ on every rank. So no host waits, and nothing can deadlock, even if both streams 
 A copy over a link takes no multiprocessor, but a copy within a GPU does: it would wait until a kernel that fills all of
 them releases some. So work that is launched after a move starts when the first batches of the move, as many as it has
 slots, are in their slots (and the rest of earlier moves). Kernels whose blocks come and go let a copy start soon, and
-are launched first.
+are launched first. Beside those, several small copies over links are a kernel too (copies.py), from all ranks at once.
 """
 
 import sys
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ringattn.comms import messages
 from ringattn.comms.axis import Afterwards, Axis, ByRank, Done, Pending, Slices
-from ringattn.comms.engines import IN, OUT, Events, Lanes
+from ringattn.comms.engines import IN, OUT, Copy, Events, Lanes
 from ringattn.comms.memory import Piece, batch_count, batches, has_few_runs, joined, located, weight
 from ringattn.comms.moves import Moves
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
@@ -92,7 +92,7 @@ class SymmetricAxis(Moves):
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
         self.peers.send([(there, sends[there][:slots]) for there, _ in pairs if there in sends], expect)
         self.lanes.precede(OUT)
-        for i in range(max(map(len, (*sends.values(), *receives.values())))):
+        for i in range(max(map(len, (*sends.values(), *receives.values())))):  # the same order on every rank
             here = [(r, receives[r][i]) for _, r in pairs if i < len(receives.get(r, ()))]
             self.peers.receive(here, expect, fills)
             later = [(r, [sends[r][slots + i]]) for r, _ in pairs if slots + i < len(sends.get(r, ()))]
@@ -232,7 +232,18 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
     if handle is None:
         return None
     KEPT.append((outbox, handle))
-    lanes, view = Lanes(device), Outbox([int(address) for address in handle.buffer_ptrs], rank)
+
+    def ready() -> Lanes:
+        """Compiles the kernel of several copies, for which no rank is to wait in the trial."""
+        lanes, rows = Lanes(device), torch.zeros(6, 4, dtype=torch.int32, device=device)
+        lanes.copy_all(OUT, [Copy(rows[i].data_ptr(), rows[3 + i].data_ptr(), 16) for i in range(3)])
+        torch.cuda.synchronize()
+        return lanes
+
+    lanes = attempt(group, ready)
+    if lanes is None:
+        return None
+    view = Outbox([int(address) for address in handle.buffer_ptrs], rank)
     counts = torch.zeros(2, size, dtype=torch.int32).pin_memory()
     peers, watch = Peers(lanes, view), Watch(lanes, view, size, counts, timeout=20.0)
     if agreed(group, trial(SymmetricAxis(peers, watch, lambda words: [words]), device)):
@@ -246,8 +257,8 @@ def attempt(group: dist.ProcessGroup, make: Callable[[], Any]) -> Any:
     made = problem = None
     try:
         made = make()
-    except RuntimeError as error:
-        problem = str(error).splitlines()[0]
+    except Exception as error:  # Triton's compiler has its own
+        problem = (str(error) or repr(error)).splitlines()[0]
     return None if agreed(group, problem) else made
 
 
@@ -285,8 +296,8 @@ def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
                 numbers = {r: torch.cat(tensors).unique().tolist() for r, tensors in arrived.items()}
                 if numbers != {r: [r] for r in others}:
                     return f"rank {axis.rank} received {numbers}"
-    except Exception as error:  # also of Triton's compiler
-        return (str(error) or repr(error)).splitlines()[0]
+    except (RuntimeError, ConnectionError) as error:
+        return str(error).splitlines()[0]
     return None
 
 

@@ -166,7 +166,7 @@ class Recipe:
         Queries that see keys which arrive get their own keys beside these, and the first step leaves them out. Then no
         partials merge, and a piece of a document sees its keys in one range. But what is left for the first step may
         take less time than what travels: `work` forward passes of it, and `sent` times the keys that arrive. To visit
-        queries again takes as long as to read their partials `visits` times.
+        queries again takes as long as to read their partials `visits` times, as measured.
         """
         sight = self.sight or Sight(self.mask, self.rank)
         if not (self.in_two_steps(rounds) and kernel.load().once and sight.is_plain):

@@ -420,7 +420,7 @@ def backward_once(
             dk, dv = _flash_attn_bwd(q, k, v, out, dout, lse[:, queries].contiguous(), **given)[1:3]
         if len(calls) == 1 and seen == [slice(0, len(k))]:
             return dk[None], dv[None]
-        for keys in seen:  # it leaves the rest as it was
+        for keys in seen:  # what no query sees is not written
             for total, x in zip(sums, (dk, dv), strict=True):
                 total.add(x[None, keys], keys)
     return sums
