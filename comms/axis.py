@@ -183,6 +183,10 @@ class Axis(Protocol):
         """
         return nullcontext(Done())
 
+    def after_sends(self) -> None:
+        """Delay work on the current stream until what other ranks wait for is copied to where they read it."""
+        return
+
     def hop(self, out: ByRank, into: ByRank, what: str) -> Pending:
         """A move that may cross from host to host, and is not to delay those within a host."""
         return Done()

@@ -22,6 +22,9 @@ class Moves:
     def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
         return nullcontext(self.move(out, into, what, fills) if out or into else Done())
 
+    def after_sends(self) -> None:
+        pass  # nothing is copied on the way
+
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
     ) -> Pending:

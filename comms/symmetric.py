@@ -113,6 +113,9 @@ class SymmetricAxis(Moves):
             self.lanes.precede(OUT)
         return Afterwards(fetched)
 
+    def after_sends(self) -> None:
+        self.lanes.precede(OUT)
+
     def put(self, out: ByRank, into: ByRank, what: str, since: Any, fills: bool) -> Callable[[], Flight]:
         """Put as many batches as fit into the shared slots; returns a function that fetches what other ranks put."""
         self.lanes.start(since)

@@ -101,6 +101,7 @@ class Recipe:
     rank: int = 0  # of the ring
     deterministic: bool = False
     gradients: bool = True
+    keep: bool = True  # whether forward may keep keys that arrive: a compiled graph cannot, since their number varies
     sight: Sight | None = field(default=None, compare=False, repr=False)  # the framework's; None: on the host
 
     @property
@@ -141,12 +142,34 @@ class Recipe:
     @cached_property
     def backward(self) -> Pass:
         """If float32 gradients travel, a step brings fewer blocks."""
-        rounds = self.rounds(1 if self.narrow else 4)
+        rounds = self.rounds(self.room)
         kernel = self.kernel(rounds, backward=True)
         parted = self.gathers or kernel.load().parted
-        if not parted and self.plan.tokens.shard_len <= BESIDE:
+        if self.keeps:
+            rounds = self.forward.rounds
+        elif not parted and self.plan.tokens.shard_len <= BESIDE:
             rounds = self.once(rounds, kernel, work=2.5, sent=2 if self.narrow else 3, visits=8)
         return Pass(tuple(replace(r, steps=self.in_backward(r.steps, parted)) for r in rounds), kernel)
+
+    @cached_property
+    def keeps(self) -> bool:
+        """Whether forward keeps the keys that arrive for backward: on all ranks, or on none.
+
+        Of packed documents few arrive, all in one step. Backward then waits for nothing, and gradients return while a
+        rank's own documents are computed.
+        """
+        if not (self.keep and self.gradients and self.packed) or self.plan.tokens.shard_len > BESIDE:
+            return False
+        rounds = self.rounds(self.room)
+        kernels = self.forward.kernel.load(), self.kernel(rounds, backward=True).load()
+        if not all(kernel.once and not kernel.parted for kernel in kernels):
+            return False
+        return all(len(each) == 1 and len(each[0].steps) == 2 for each in (self.forward.rounds, rounds))
+
+    @property
+    def room(self) -> int:
+        """How many times the memory of its keys and values a block takes in backward, with its gradients."""
+        return 1 if self.narrow else 4
 
     def rounds(self, times: int) -> tuple[Round, ...]:
         """The rounds of a pass in which a block takes so many times the memory of its keys and values."""
@@ -182,11 +205,15 @@ class Recipe:
         waiting = sent * self.seconds_of_keys(other) - work * self.seconds_of_work(first)
         return (replace(rounds[0], steps=(first, last)),) if waiting <= visits * self.seconds_of_partials else rounds
 
+    @property
+    def packed(self) -> bool:
+        """Whether all queries are one batch row of documents."""
+        return self.mask.docs is not None and self.shape.batch == 1 and not self.gathers
+
     def in_two_steps(self, rounds: Sequence[Round]) -> bool:
         """Whether packed documents see own keys in a first step, and all others in a second."""
         home, *others = rounds[0].steps
-        packed = self.mask.docs is not None and self.shape.batch == 1 and not self.gathers
-        two = packed and len(rounds) == len(others) == 1 and bool(home.sources and others[0].sources)
+        two = self.packed and len(rounds) == len(others) == 1 and bool(home.sources and others[0].sources)
         return two and all(r.step == 1 for r in home.keys)
 
     def seconds_of_keys(self, step: Step) -> float:
@@ -213,7 +240,7 @@ class Recipe:
             return tuple(steps)
         heads, kv_heads = self.heads
         half = kv_heads // 2
-        halves = self.plan.tokens.shard_len >= LONG and bool(half and home.where)
+        halves = self.plan.tokens.shard_len >= LONG and bool(half and home.where) and not self.keeps
         order = backward_order(home, others, parted, halves)
         if len(order) > len(steps):
             middle = half * (heads // kv_heads)
@@ -276,7 +303,7 @@ class Recipe:
     @property
     def few_rectangles(self) -> bool:
         """Whether every step of both passes is few rectangles."""
-        passes = (1, 1 if self.narrow else 4) if self.gradients else (1,)
+        passes = (1, self.room) if self.gradients else (1,)
         return all(are_rectangles(self.rounds(times)) for times in passes)
 
     def __str__(self) -> str:
@@ -302,7 +329,8 @@ class Recipe:
         grads = self.dtype if self.narrow else self.wide
         passes = [("forward", self.forward, f"keys and values travel in {self.dtype}")]
         if self.gradients:
-            passes.append(("backward", self.backward, f"the same, and their gradients in {grads}"))
+            what = "the same" if not self.keeps else "those of forward are kept"
+            passes.append(("backward", self.backward, f"{what}, and their gradients in {grads}"))
         for name, pass_, what in passes:
             travels = f"; {what}" * (pass_.only is None or self.gathers)
             yield f"{name}: kernel {pass_.kernel.name}{travels}"

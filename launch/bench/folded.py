@@ -61,6 +61,9 @@ class Folded(Moves):
     def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
         return self.axis.sharing(*self.between(into), what, fills)
 
+    def after_sends(self) -> None:
+        self.axis.after_sends()
+
     def between(self, into: ByRank) -> tuple[ByRank, ByRank]:
         """What would come from a rank so many places away comes from a process, which gets as much from this one."""
         arriving: dict[int, Any] = {}

@@ -32,7 +32,7 @@ def traced(*tensors: Any) -> bool:
 
 
 def key_of(
-    q: Tensor, k: Tensor, v: Tensor, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
+    q: Tensor, k: Tensor, v: Tensor, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: Any,
     return_lse: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The key of a bound call: all of its arguments except the numbers in tensors."""

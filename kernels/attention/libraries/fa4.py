@@ -411,23 +411,25 @@ def backward_once(
     lse, delta = rows.lse[0].T, None if rows.delta is None else rows.delta[0].T
     calls = cached(where, "sequences of a backward pass", lambda: calls_of(where, k.device))
     sums = Total(tensors[1]), Total(tensors[2])
-    for options, queries, seen in calls:
+    for options, queries, keys, seen in calls:
         q, out, dout, dq = (x[queries] for x in by_row)
         given = {"softmax_scale": scale, "softcap": softcap or 0.0, "dq": dq, **options}
         if delta is not None:
             given["dlse"] = -delta[:, queries].contiguous()
         with ONE:
-            dk, dv = _flash_attn_bwd(q, k, v, out, dout, lse[:, queries].contiguous(), **given)[1:3]
-        if len(calls) == 1 and seen == [slice(0, len(k))]:
+            dk, dv = _flash_attn_bwd(q, k[keys], v[keys], out, dout, lse[:, queries].contiguous(), **given)[1:3]
+        if len(calls) == 1 and seen == [(0, len(k))]:
             return dk[None], dv[None]
-        for keys in seen:  # what no query sees is not written
+        for a, b in seen:  # what no query sees is not written
             for total, x in zip(sums, (dk, dv), strict=True):
-                total.add(x[None, keys], keys)
+                total.add(x[None, a - keys.start : b - keys.start], slice(a, b))
     return sums
 
 
-def calls_of(where: Intervals, device: torch.device) -> list[tuple[dict[str, Any], slice, list[slice]]]:
-    """The calls of a backward pass over sequences: of each its options, its queries, and the keys that they see.
+def calls_of(
+    where: Intervals, device: torch.device
+) -> list[tuple[dict[str, Any], slice, slice, list[tuple[int, int]]]]:
+    """The calls of a backward pass over sequences: of each its options, queries and keys, and which of these are seen.
 
     In a call the keys of a sequence lie behind those of the one before, so that none has gradients from two.
     """
@@ -442,10 +444,11 @@ def calls_of(where: Intervals, device: torch.device) -> list[tuple[dict[str, Any
         fitting.append(cell)
     made = []
     for call in calls:
-        queries = slice(call[0][0], call[-1][1])
-        options = masked(causal, window) | cells_of(np.array(call, np.int32) - [*[queries.start] * 2, 0, 0], device)
-        edges = [call[0][2], *(x for a, b in pairwise(call) if a[3] < b[2] for x in (a[3], b[2])), call[-1][3]]
-        made.append((options, queries, [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]))
+        queries, keys = slice(call[0][0], call[-1][1]), slice(call[0][2], call[-1][3])
+        corner = np.array([queries.start, queries.start, keys.start, keys.start], np.int32)
+        edges = [keys.start, *(x for a, b in pairwise(call) if a[3] < b[2] for x in (a[3], b[2])), keys.stop]
+        options = masked(causal, window) | cells_of(np.array(call, np.int32) - corner, device)
+        made.append((options, queries, keys, list(zip(edges[::2], edges[1::2], strict=True))))
     return made
 
 

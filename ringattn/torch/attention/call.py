@@ -42,7 +42,7 @@ class Call:
         mask, plan = recipe.mask, recipe.plan
         self.recipe, self.plan, self.docs, self.device = recipe, plan, mask.docs, device
         self.shape, self.groups, self.gathers, self.narrow = recipe.shape, recipe.groups, recipe.gathers, recipe.narrow
-        self.gradients, self.shares = recipe.gradients, recipe.shares
+        self.gradients, self.keeps, self.shares = recipe.gradients, recipe.keeps, recipe.shares
         self.ring, self.ulysses = plan.ring_axis, plan.ulysses_axis
         self.keeps_heads = self.ulysses.size == 1 and self.groups == 1  # whether no heads are exchanged
         self.exchanges_dlse = lse and self.ulysses.size > 1  # all ranks alike, also one whose lse has no gradient
@@ -72,30 +72,32 @@ class Call:
         return str(self.recipe)
 
 
-def recipe_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool) -> Recipe:
+def recipe_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, keep: bool) -> Recipe:
     """The recipe of this rank for such tensors."""
     (B, _, H, D), plan, device = q.shape, mask.plan, q.device
     rank = plan.ring_axis.rank
     return Recipe(
         mask, Shape(plan.seq_len, plan.keys.seq_len, H, k.shape[2], D, v.shape[3], q.itemsize, B),
         device.type, str(q.dtype).removeprefix("torch."), arch_of(device) if q.is_cuda else None, rank,
-        plan.deterministic or torch.are_deterministic_algorithms_enabled(), gradients, sight_of(mask, rank, device),
+        plan.deterministic or torch.are_deterministic_algorithms_enabled(), gradients, keep,
+        sight_of(mask, rank, device),
     )  # fmt: skip
 
 
 def bind(
     q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
-    return_lse: Any,
+    return_lse: Any, keep: bool = True,
 ) -> Call:  # fmt: skip
     """The call for these arguments. If they are wrong on one rank, all ranks raise the same error.
 
+    `keep`: forward may keep keys that arrive.
     Where exchanging words is cheap, the ranks compare every call.
     """
     its_plan = plan
     try:
         spec = CAUSAL if spec is None else spec
         its_plan = whole_on_one(q, k) if plan is None else plan
-        key = key_of(q, k, v, its_plan, spec, docs, key_docs, sinks, gradients, return_lse)
+        key = key_of(q, k, v, its_plan, spec, docs, key_docs, sinks, (gradients, keep), return_lse)
         call = its_plan.calls.get(key)
         if call is not None and (forward_ad._current_level < 0 or not check.have_tangents(q, k, v, sinks)):
             if call.words is not None:
@@ -103,12 +105,12 @@ def bind(
             return call
     except (AttributeError, TypeError, IndexError):
         key = None  # not tensors, or not a plan: the checks report it
-    return make(q, k, v, its_plan, spec, docs, key_docs, sinks, gradients, return_lse, key)
+    return make(q, k, v, its_plan, spec, docs, key_docs, sinks, gradients, return_lse, keep, key)
 
 
 def make(
     q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
-    return_lse: Any, key: Any,
+    return_lse: Any, keep: bool, key: Any,
 ) -> Call:  # fmt: skip
     """Check a call of a new kind, compare it with the other ranks, and cache it."""
     problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
@@ -118,11 +120,12 @@ def make(
     problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     kept = f"{gradients}{', of the lse too' * (gradients and return_lse and plan.ulysses > 1)}"  # which is exchanged
+    kept += ", in a compiled graph" * (gradients and not keep and docs is not None and q.is_cuda)  # which keeps no keys
     bits = plan.deterministic or torch.are_deterministic_algorithms_enabled()
     words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept, deterministic=bits)
     agree.agree(plan, words, problem)
     warn_of_exchanged(q, stacklevel=6)  # of the line that calls ringattn.attention
-    recipe = recipe_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients)
+    recipe = recipe_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients, keep)
     refused = recipe.refused()
     if plan.kernel != "auto":  # one rank alone may lack a package, or have an older GPU
         agree.agree(plan, {"call": "attention", "kernel": str(refused or "serves")})
@@ -138,8 +141,8 @@ def make(
 
 def bound(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None,
-    sinks: Tensor | None, return_lse: bool,
+    sinks: Tensor | None, return_lse: bool, keep: bool,
 ) -> Call:  # fmt: skip
     """The call of a backward pass: the one that forward bound, made again if it is no longer cached."""
-    call = plan.calls.get(key_of(q, k, v, plan, spec, docs, key_docs, sinks, True, return_lse))
-    return call or Call(recipe_of(q, k, v, Mask(plan, spec, docs, key_docs), True), q.device, return_lse)
+    call = plan.calls.get(key_of(q, k, v, plan, spec, docs, key_docs, sinks, (True, keep), return_lse))
+    return call or Call(recipe_of(q, k, v, Mask(plan, spec, docs, key_docs), True, keep), q.device, return_lse)

@@ -34,11 +34,12 @@ def attention_op(
     spec = CAUSAL if spec is None else spec
     plan = whole_on_one(q, k) if plan is None else plan
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
+    keys = not torch.compiler.is_compiling() and torch._guards.detect_fake_mode((q, k, v)) is None
     text, handle = text_and_handle(plan)
     if handle is None:  # else the op checks: no graph may depend on the documents of one batch
         raise_if(check.problem(q, k, v, plan, spec, docs, key_docs, sinks))
     out, lse, _ = torch.ops.ringattn.attention(
-        q, k, v, sinks, starts_of(docs), starts_of(key_docs), handle, text, keep, return_lse,
+        q, k, v, sinks, starts_of(docs), starts_of(key_docs), handle, text, keep, keys, return_lse,
         *numbers_of(spec),
     )  # fmt: skip
     return out, lse
@@ -64,12 +65,15 @@ def arguments(
 @op("attention")
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, docs: Tensor | None, key_docs: Tensor | None,
-    handle: Tensor | None, plan: str, keep: bool, return_lse: bool,
+    handle: Tensor | None, plan: str, keep: bool, keys: bool, return_lse: bool,
     causal: bool, window: list[int] | None, chunk: int | None, first: int, softcap: float | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """(out in q's dtype, lse) of this rank's queries over all keys; with `keep`, also the tensors that entered."""
+    """(out in q's dtype, lse) of this rank's queries over all keys; with `keep`, also the tensors that entered.
+
+    With `keys`, those that arrive may be among them. How many there are is not known while a graph is traced.
+    """
     given = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
-    return attention.forward(bind(q, k, v, *given, sinks, keep, return_lse), q, k, v, sinks)
+    return attention.forward(bind(q, k, v, *given, sinks, keep, return_lse, keys), q, k, v, sinks)
 
 
 @fake("attention")
@@ -110,12 +114,13 @@ def _(
 def backward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, docs: Tensor | None, key_docs: Tensor | None,
     handle: Tensor | None, kept: list[Tensor], dout: Tensor | None, dlse: Tensor | None,
-    plan: str, return_lse: bool,
+    plan: str, keys: bool, return_lse: bool,
     causal: bool, window: list[int] | None, chunk: int | None, first: int, softcap: float | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, from what forward `kept`; q, k, v only give shapes."""
     given = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
-    dq, dk, dv, dsinks = attention.backward(bound(q, k, v, *given, sinks, return_lse), kept, sinks, dout, dlse)
+    call = bound(q, k, v, *given, sinks, return_lse, keys)
+    dq, dk, dv, dsinks = attention.backward(call, kept, sinks, dout, dlse)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -127,12 +132,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tupl
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    (q, k, v, *rest), (ctx.text, _, ctx.return_lse, *ctx.numbers) = inputs[:7], inputs[7:]
+    (q, k, v, *rest), (ctx.text, _, *ctx.numbers) = inputs[:7], inputs[7:]
     ctx.plan = ctx.text and of_text(ctx.text)  # keeps its ranks alive until backward
-    out, lse, saved = output
+    out, lse, kept = output
     ctx.set_materialize_grads(False)  # saved outputs have no gradients
     ctx.shapes = [x.shape for x in (q, k, v)]
-    ctx.save_for_backward(*rest, *(saved or (q, k, v, out, lse)))
+    ulysses = ctx.plan.ulysses if ctx.plan else 1
+    ctx.save_for_backward(*rest, *attention.saved(ulysses, kept, q, k, v, out, lse))
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -140,9 +146,9 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     q, k, v = (x.new_empty(()).expand(shape) for x, shape in zip(kept[:3], ctx.shapes, strict=True))
     *grads, dsinks = torch.ops.ringattn.attention_backward(
         q, k, v, sinks, docs, key_docs, handle, kept, dout, dlse,
-        ctx.text, ctx.return_lse, *ctx.numbers,
+        ctx.text, *ctx.numbers,
     )  # fmt: skip
-    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 12
+    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 13
 
 
 differentiate("attention", _save, _backward, shown=2)

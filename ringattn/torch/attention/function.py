@@ -57,7 +57,7 @@ class Attention(torch.autograd.Function):
         out, lse = no_view(out), no_view(lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(sinks, *(kept or (q, k, v, out, lse)))
+        ctx.save_for_backward(sinks, *saved(call.ulysses.size, kept, q, k, v, out, lse))
         return out, lse
 
     def run_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -79,13 +79,19 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
             if call.padded:
                 q, k, v = (cleared(x, real) for x, real in zip((q, k, v), call.reals, strict=True))
             start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
-            partial = next(attended(call, iter([(q, k, v, start)])))
+            partial, came = next(attended(call, iter([(q, k, v, start)])))
+            kept += came
             out, lse = in_dtype(partial.out, q.dtype), partial.lse
         else:
             out, lse, kept = swapped(call, q, k, v, sinks)
         if call.padded:
             out, lse = cleared(out, call.real), cleared(lse, call.real, NEVER)
         return out.contiguous(), by_heads(lse), kept
+
+
+def saved(ulysses: int, kept: Kept, *tensors: Tensor) -> Kept:
+    """What backward needs: the tensors of the call, unless heads entered, and what forward `kept`."""
+    return kept if ulysses > 1 else [*tensors, *kept]
 
 
 def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
@@ -103,10 +109,10 @@ def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
             del group
 
     def leaving() -> Iterator[Pending]:
-        for g, partial in enumerate(attended(call, entering())):
+        for g, (partial, came) in enumerate(attended(call, entering())):
             results = [partial.out.to(q.dtype), partial.lse]
             if keep:
-                kept[g] += results
+                kept[g] += [*results, *came]
             yield leave(results, axis, call.order)
 
     outs, lses = zip(*one_ahead(leaving()), strict=True)
@@ -120,11 +126,11 @@ def backward(
     dout, dlse = given(call, kept, dout, dlse)
     with no_autocast(dout.device):
         if call.keeps_heads:
-            q, k, v, out, lse = kept
+            q, k, v, out, lse, *came = kept
             if call.padded:
                 q, k, v, dout = (cleared(x, r) for x, r in zip((q, k, v, dout), (*call.reals, call.real), strict=True))
                 dlse = None if dlse is None else cleared(dlse, call.real)
-            dq, dk, dv, delta = next(gradients(call, iter([(q, k, v, out, lse, dout, dlse)]), sinks is not None))
+            dq, dk, dv, delta = next(gradients(call, iter([(q, k, v, out, lse, dout, dlse, came)]), sinks is not None))
             lses, deltas = lse, delta
         else:
             dq, dk, dv, lses, deltas = swapped_backward(call, kept, sinks is not None, dout, dlse)
@@ -160,13 +166,14 @@ def swapped_backward(
     tensors, whole = ((), ()) if over_ranks else (tuple(kept), (*call.reals, None, None))
     new = (dout,) if dlse is None else (dout, dlse)
     lses, deltas = [], []
-    held = by_group(call, kept) if over_ranks else repeat(())
+    held = by_group(call, kept) if over_ranks else repeat(((), ()))
 
     def entering() -> Iterator[Sequence[Any]]:
-        for before, group in zip(held, entered(call, (*tensors, *new), (*whole, *[real] * len(new))), strict=False):
+        groups = entered(call, (*tensors, *new), (*whole, *[real] * len(new)))
+        for (before, came), group in zip(held, groups, strict=False):
             group = [*before, *group]
             lses.append(group[4])
-            yield group if dlse is not None else (*group, None)
+            yield *group, *([None] if dlse is None else []), came
 
     def leaving() -> Iterator[Pending]:
         for *grads, delta in gradients(call, entering(), with_delta):
@@ -195,14 +202,14 @@ def entered(call: Call, tensors: Sequence[Tensor], real: Sequence[Real], once: i
         del group
 
 
-def by_group(call: Call, kept: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """For each group of heads, the q, k, v, out and lse that forward kept."""
-    each = iter(kept)
+def by_group(call: Call, kept: Sequence[Tensor]) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """For each group of heads, the q, k, v, out and lse that forward kept, and the keys and values that arrived."""
+    each, brought = iter(kept), 2 * call.keeps
     for g in range(call.groups):
         q = next(each)
         if g == 0 or not call.shares:
             k, v = next(each), next(each)
-        yield q, k, v, next(each), next(each)
+        yield (q, k, v, next(each), next(each)), [next(each) for _ in range(brought)]
 
 
 def own(call: Call, sinks: Tensor) -> Tensor:
@@ -216,22 +223,28 @@ def by_heads(lse: Tensor) -> Tensor:
     return lse if lse.stride() == (T * H, 1, T) else lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
-    """Attention of each group (q, k, v, the partial to start from) over the keys of the whole ring."""
+def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[tuple[Partial, Sequence[Tensor]]]:
+    """Attention of each group (q, k, v, the partial to start from) over the keys of the whole ring.
+
+    Also the keys and values that arrived, if backward gets them.
+    """
     rounds, kernel, where = call.forward
     if call.gathers:
-        yield from gather_forward(groups, call.ring, call.plan.keys.tokens, where, kernel)
+        for partial in gather_forward(groups, call.ring, call.plan.keys.tokens, where, kernel):
+            yield partial, ()
         return
+    result: tuple[Partial, Sequence[Tensor]]
     for q, k, v, start in groups:
         if where is not None:
-            yield kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype)
+            result = kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype), ()
         else:
-            yield ring.forward(q, k, v, call.ring, rounds, kernel, start)
-        del q, k, v, start  # frees their memory before the group after the next is allocated
+            result = ring.forward(q, k, v, call.ring, rounds, kernel, start)
+        yield result[0], result[1] if call.keeps else ()
+        del q, k, v, start, result  # frees their memory before the group after the next is allocated
 
 
 def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> Iterator[Grads]:
-    """dq, dk, dv of each group (q, k, v, out, lse, dout, dlse), and its delta if `with_delta`.
+    """dq, dk, dv of each group (q, k, v, out, lse, dout, dlse, kept keys), and its delta if `with_delta`.
 
     Of keys that all groups share the last one has dk and dv, summed, and the others have none.
     """
@@ -240,14 +253,14 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
         yield from gather_backward(groups, call.ring, call.plan.keys.tokens, where, kernel, with_delta)
         return
     sums: Sequence[Total] = ()
-    for g, (q, k, v, out, lse, dout, dlse) in enumerate(groups, start=1):
+    for g, (q, k, v, out, lse, dout, dlse, came) in enumerate(groups, start=1):
         rows, delta = rows_of(kernel.kernel, out, lse, dout, dlse, with_delta)
         sums = sums or [Total(x) for x in (k, v) if call.shares]
         if where is not None:
             into = None, *([total.running for total in sums] or (None, None))
             dq, *grads = kernel.backward((q, k, v), where, rows, into=into, final=not call.shares)
         else:
-            dq, *grads = ring.backward(q, k, v, rows, call.ring, rounds, kernel, call.narrow)
+            dq, *grads = ring.backward(q, k, v, rows, call.ring, rounds, kernel, call.narrow, came)
         for total, grad in zip(sums, grads, strict=False):
             total.add(grad)
             total.fold()

@@ -35,7 +35,7 @@ def gather_backward(
     """(dq, dk, dv) in float32, and delta if `with_delta`."""
 
     def going_home() -> Iterator[Pending]:
-        for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
+        for q, k, v, out, lse, dout, dlse, _ in one_ahead(gathered(group, axis, layout) for group in groups):
             rows, delta = rows_of(kernel.kernel, out, lse, dout, dlse, with_delta)
             totals = kernel.backward((q, k, v), where, rows) if where else map(Total, (q, k, v))
             dq, *grads = (in_dtype(grad, accumulator(x)) for grad, x in zip(totals, (q, k, v), strict=True))

@@ -24,19 +24,22 @@ from ringattn.torch.attention.steps import Score
 
 Trip = tuple[ByRank, ByRank]  # the arguments of `Axis.sharing`: what each rank reads here, and where this one receives
 EVERY = slice(None), slice(None)  # query and key heads
+NOTHING: Trip = {}, {}
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, rounds: Sequence[Round], score: Score, start: Partial | None
-) -> Partial:
-    """Attention of this rank's queries over all ranks' keys. The next step's keys travel while this one computes.
+) -> tuple[Partial, Sequence[Tensor]]:
+    """Attention of this rank's queries over all ranks' keys, and the keys and values of the last step.
 
-    Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work.
+    The next step's keys travel while this one computes. Accumulates in float32 from `start`; `out` of the result has
+    the dtype of `q` unless no step had work.
     """
     if rounds[0].steps[0].only:
         return once(q, k, v, axis, rounds[0].steps, score, start)
     part: Partial | None = start
     held: Sequence[Tensor] = (k, v)
+    last = held
     left = sum(step.where is not None for round_ in rounds for step in round_.steps)
     for i, round_ in enumerate(rounds, start=1):
         flight, here = carry(axis, held, round_.hop, f"keys of round {i + 1} of {len(rounds)}, forward"), held
@@ -49,14 +52,14 @@ def forward(
                     dtype = q.dtype if rounded or not left else None
                     part = score.attend(q, *here, step.where, carry=part, out_dtype=dtype)
             coming.wait()
-            here = room
+            last, here = here, room
         held = flight.wait() or held
-    return part or empty(q, v.shape[-1])
+    return part or empty(q, v.shape[-1]), last
 
 
 def once(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, steps: Sequence[Step], score: Score, start: Partial | None
-) -> Partial:
+) -> tuple[Partial, Sequence[Tensor]]:
     """`forward` in two steps of which no query has keys in both: only the partial to start from merges.
 
     Neither waits for the other. The second begins as soon as its keys are here, and the first fills what it leaves.
@@ -70,30 +73,37 @@ def once(
         if home.where:
             kernel.write(q, k, v, home.where, into)
     with aside:
+        axis.after_sends()
         place_own(other, room, (k, v))
         coming.wait()
         kernel.write(q, *room, other.where, into)
-    return kernel.written(into, [step.where for step in steps if step.where], start)
+    aside.join()
+    return kernel.written(into, [step.where for step in steps if step.where], start), room
 
 
 def backward_once(
-    q: Tensor, held: Sequence[Tensor], rows: Rows, dq: Total, axis: Axis, steps: Sequence[Step], score: Score,
-    narrow: bool,
+    q: Tensor, held: Sequence[Tensor], came: Sequence[Tensor], rows: Rows, dq: Total, axis: Axis, steps: Sequence[Step],
+    score: Score, narrow: bool,
 ) -> Sequence[Total]:  # fmt: skip
-    """`of_round` in two steps of which no query has keys in both. Gradients return while the first step computes."""
+    """`of_round` in two steps of which no query has keys in both; the keys of the second perhaps `came` in forward.
+
+    The first prepares while nothing else computes. Then it fills what the second leaves, whose gradients return.
+    """
     (home, other), kernel = steps, score.once
     assert kernel  # the recipe asked
-    into, sums = q.new_empty(q.shape), Home(axis, narrow, score.kernel.fills, *held)
-    room, trip = room_for(other, *held)
-    aside = Aside(q.device)
+    into, sums, aside = q.new_empty(q.shape), Home(axis, narrow, score.kernel.fills, *held), Aside(q.device)
+    room, trip = (came, NOTHING) if came else room_for(other, *held)
     with axis.sharing(*trip, "keys of step 2 of 2, backward", score.kernel.fills) as coming:
         grads = kernel.backward((q, *held), home.where, rows, into) if home.where else NONE[1:]
     sums.send(home, grads, "gradients of step 1 of 2", EVERY[1])
     with aside:
-        place_own(other, room, held)
+        if not came:
+            axis.after_sends()
+            place_own(other, room, held)
         coming.wait()
         grads = kernel.backward((q, *room), other.where, rows, into)
         sums.send(other, grads, "gradients of step 2 of 2", EVERY[1])
+    aside.join()
     sums.keep(other, grads)
     sums.settle(last=True)
     kernel.clear(into, [step.where for step in steps if step.where])
@@ -102,9 +112,13 @@ def backward_once(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, rows: Rows, axis: Axis, rounds: Sequence[Round], score: Score, narrow: bool
-) -> tuple[Total, Total, Total]:
-    """(dq, dk, dv) of this rank; `narrow`: gradients travel in the dtype of the inputs."""
+    q: Tensor, k: Tensor, v: Tensor, rows: Rows, axis: Axis, rounds: Sequence[Round], score: Score, narrow: bool,
+    came: Sequence[Tensor] = (),
+) -> tuple[Total, Total, Total]:  # fmt: skip
+    """(dq, dk, dv) of this rank; `narrow`: gradients travel in the dtype of the inputs.
+
+    `came` are the keys and values of the step that brings some, if they are here since forward.
+    """
     dq = Total(q)
     held: Sequence[Tensor] = (k, v)
     own: Sequence[Total] = ()  # the gradients of this rank's keys and values
@@ -114,7 +128,7 @@ def backward(
         label = f"round {i} of {len(rounds)}, backward"
         flight = carry(axis, held, round_.hop, f"keys after {label}")
         run = backward_once if round_.steps[0].only else of_round
-        totals = run(q, held, rows, dq, axis, round_.steps, score, narrow)
+        totals = run(q, held, came, rows, dq, axis, round_.steps, score, narrow)
         if i == 1:
             own = totals
         else:  # sums of another rank's block: add those of its last holder, and pass them on
@@ -131,20 +145,23 @@ def backward(
 
 
 def of_round(
-    q: Tensor, held: Sequence[Tensor], rows: Rows, dq: Total, axis: Axis, steps: Sequence[Step], score: Score,
-    narrow: bool,
+    q: Tensor, held: Sequence[Tensor], came: Sequence[Tensor], rows: Rows, dq: Total, axis: Axis, steps: Sequence[Step],
+    score: Score, narrow: bool,
 ) -> Sequence[Total]:  # fmt: skip
     """dk and dv of the held block, from all ranks that read it; this rank's dq is added to `dq`.
 
-    A step's gradients of other ranks' keys travel while it computes the rest.
+    A step's gradients of other ranks' keys travel while it computes the rest. If keys `came` in forward, they are those
+    of the first step.
     """
     home, parted = Home(axis, narrow, score.kernel.fills, *held), score.kernel.parted
     halves = steps[0].heads is not None
     count = len(steps) - halves
-    here, trip = room_for(steps[0], *held)
-    with axis.sharing(*trip, f"keys of step 1 of {count}, backward") as coming:
-        pass  # nothing to compute yet
-    coming.wait()
+    here: Sequence[Tensor] = came
+    if not came:
+        here, trip = room_for(steps[0], *held)
+        with axis.sharing(*trip, f"keys of step 1 of {count}, backward") as coming:
+            pass  # nothing to compute yet
+        coming.wait()
     for i, (step, following) in enumerate(with_next(steps), start=1 - halves):
         if parted:  # gradients travelled during the other half of this step; else they may during the next
             home.settle()
@@ -206,7 +223,7 @@ def with_next(steps: Sequence[Step]) -> Iterable[tuple[Step, Step | None]]:
 def room_for(step: Step | None, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]:
     """Memory for what a step brings, and the transfer that fills it."""
     if step is None:
-        return own, ({}, {})
+        return own, NOTHING
     room = tuple(x.new_empty(x.shape[0], step.length, *x.shape[2:]) for x in own) if step.brought else own
     into = {source: Slices(room, *places) for source, places in step.brought.items()}
     shown = {ranges: Slices(own, ranges) for ranges in step.shown.values()}  # the same object for all that read it
@@ -223,7 +240,7 @@ def place_own(step: Step, room: Sequence[Tensor], held: Sequence[Tensor]) -> Non
 class Aside:
     """`with aside:` work on a GPU that only waits for what was launched before this was made.
 
-    It comes before other work that is not on the GPU's multiprocessors yet. What is launched later waits for it.
+    It comes before other work that is not on the GPU's multiprocessors yet. What is launched after `join` waits for it.
     """
 
     def __init__(self, device: torch.device):
@@ -240,6 +257,9 @@ class Aside:
     def __exit__(self, *error: Any) -> None:
         if self.stream is not None:
             self.entered.__exit__(*error)
+
+    def join(self) -> None:
+        if self.stream is not None:
             self.main.wait_stream(self.stream)
 
 
