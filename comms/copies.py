@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 MOST = 32  # copies of one launch
-WORDS = 2048  # of 8 bytes, which a program copies at once
+WORDS, WARPS = 2048, 4  # of 8 bytes, which a program copies at once
 COMPILED: dict[tuple[torch.device, int], Any] = {}  # by how many copies; Triton itself would look at every number
 
 
@@ -51,6 +51,6 @@ def copy_all(copies: Sequence[tuple[int, int, int]], device: torch.device, progr
         given, kernel = (tuple(numbers), count, WORDS), COMPILED.get((device, count))
         grid = min(end, programs), 1, 1
         if kernel is None:
-            COMPILED[device, count] = copy_kernel[grid](*given)  # None in Triton's interpreter
+            COMPILED[device, count] = copy_kernel[grid](*given, num_warps=WARPS)  # None in Triton's interpreter
         else:
             kernel[grid](*given)
