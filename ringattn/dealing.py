@@ -1,13 +1,16 @@
 """Packed documents dealt to ranks by work: equally many tokens and nearly equal work for each, in a few ranges.
 
-Short documents lie whole on one rank, neighbours together. Long ones are cut in pairs of an early and a late block over
-as few ranks as balance allows. Then ranks with too much work swap late tokens against early ones of ranks with too
-little. At last the slowest rank does so: one that receives many keys gets somewhat less work. Work is counted in pairs
-of a query and a key that it sees. Kernels compute tiles of queries, so long documents are cut, and swaps made, between
-tiles where that is possible: a tile that is cut is computed twice. Plain numpy and Python: milliseconds.
+Short documents lie whole on one rank, neighbours together. Long ones are cut into few pieces, each a large part of a
+rank's work: a piece receives the keys of all that lies before it, so the first receives none. If that cannot balance,
+since early tokens of very long ones leave no room, they are cut in pairs of an early and a late block.
+
+Then ranks with too much work swap late tokens against early ones of ranks with too little. At last the slowest rank
+does so: one that receives many keys, or holds two pieces of a document, gets somewhat less work. Work is counted in
+pairs of a query and a key that it sees. Kernels compute tiles of queries, so long documents are cut, and swaps made,
+between tiles where that is possible: a tile that is cut is computed twice. Plain numpy and Python: milliseconds.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 from math import ceil
@@ -16,10 +19,16 @@ import numpy as np
 
 from ringattn.bands import Work
 
-SHARE = 0.6  # of a rank's work or tokens: a longer document, or a part of one, is cut over more ranks
+LONG = 0.6  # of a rank's work: a document of more, or of more than half of its tokens, is dealt before others
+PIECE = 0.75  # of a rank's work: the most that a piece of a long document has
+PAIR = 0.8  # of a rank's work or tokens: the most that a pair of blocks has
+REST = 0.1  # of a rank's work, or of a long document: less makes no piece of its own
 GROUPS = 8  # of short neighbours, that fill a rank
 KEY = 256  # pairs that take as long as to receive a key and to return its gradient, with four query heads a key head
+START = 1_000_000  # and before the first key is received
+TWICE = 2_400_000  # and as long as a second pass over keys that two pieces of a document see
 GOAL = 1.01  # the work of the busiest rank over the mean, and the time of the slowest, at which swapping stops
+AT_MOST = 1.02  # the work of the busiest rank over the mean
 MOST = 1.012  # the work of a rank over the mean that it may have in order to be as slow as others
 SWAPS, PARTNERS = 16, 8  # for work: swaps a rank, and ranks to swap with, at most
 LAST, NEAR = 2, 5  # the same for time
@@ -29,7 +38,7 @@ Range = tuple[int, int]
 
 
 class Deal:
-    """What each rank holds so far."""
+    """What each rank holds so far. `deal_long` gives away a long document, after all that have more work."""
 
     def __init__(self, starts: np.ndarray, total: int, ranks: int, work: Work):
         edges = np.append(starts, total)  # after the documents is padding, which sees nothing
@@ -78,27 +87,23 @@ class Deal:
             start = end
 
     def deal_long(self, start: int, stop: int) -> None:
-        """A long document: an early and a late block of it for each of a few ranks."""
-        n, w = stop - start, self.below(stop) - self.below(start)
-        k = min(self.ranks, max(2, ceil(w / self.work / self.share), ceil(n / self.tokens / SHARE)))
-        by_load = sorted(range(self.ranks), key=lambda r: self.load[r] / self.work + 1 - self.room[r] / self.tokens)
-        ranks = by_load[:k]
-        while k < self.ranks and n / k + 1 > min(self.room[r] for r in ranks):
-            k += 1
-            ranks = sorted(by_load, key=lambda r: -self.room[r])[:k]
-        edges = [start + n * i // (2 * k) // self.tile * self.tile for i in range(2 * k)] + [stop]
-        for j, rank in enumerate(ranks):
-            for a, b in ((edges[j], edges[j + 1]), (edges[2 * k - 1 - j], edges[2 * k - j])):
-                end = a + min(b - a, self.room[rank])
-                self.put(a, end, rank)
-                self.late.append((end, b))
+        """A long document, from its end: each piece for the rank that has least work."""
+        few = REST * (stop - start)
+        while start < stop:
+            rank = min((r for r in range(self.ranks) if self.room[r]), key=self.load.__getitem__)
+            left, most = self.work - self.load[rank], PIECE * self.work
+            lowest, before = max(start, stop - self.room[rank]), self.below(stop) - min(most, max(left, REST * most))
+            at = bisect_left(range(stop), before, lo=lowest, key=self.below)
+            at = min(at + (start - at) % self.tile, max(lowest, stop - self.tile))
+            if at - start < few and lowest == start:
+                at = start
+            self.put(at, stop, rank)
+            stop = at
 
-    def run(self) -> list[list[Range]]:
-        """All ranges of each rank."""
-        long = (self.pairs > SHARE * self.work) | (self.lengths > self.tokens / 2)
+    def run(self) -> float:
+        """Deal all; returns the work of the busiest rank over the mean."""
+        long = (self.pairs > LONG * self.work) | (self.lengths > self.tokens / 2)
         long[-1] = False
-        # as much of each rank's work as is in long documents: so few ranks hold parts of two, and receive both
-        self.share = max(SHARE, float(self.pairs[long].sum()) / self.work / self.ranks)
         lone = long | (np.arange(len(long)) == len(long) - 1)
         for i in sorted(np.flatnonzero(long).tolist(), key=lambda i: -self.pairs[i]):
             self.deal_long(int(self.edges[i]), int(self.edges[i + 1]))
@@ -121,7 +126,7 @@ class Deal:
         self.fill(int(self.edges[-2]), int(self.edges[-1]))
         self.repair()
         self.even_out()
-        return [joined(ranges) for ranges in self.held]
+        return max(self.load) / self.work
 
     def repair(self) -> None:
         """Swap between the busiest rank and one of the least busy ones, until all have nearly equal work."""
@@ -135,14 +140,14 @@ class Deal:
 
     def even_out(self) -> None:
         """Swap between the slowest rank and one of the fastest, until all take nearly equal times."""
-        keys = [self.received(ranges)[1] for ranges in self.held]
+        delays = [self.delay(ranges) for ranges in self.held]
         for _ in range(LAST * self.ranks):
-            times = [load + KEY * n for load, n in zip(self.load, keys, strict=True)]
+            times = [load + delay for load, delay in zip(self.load, delays, strict=True)]
             order = sorted(range(self.ranks), key=times.__getitem__)
             high = order.pop()
             if times[high] <= GOAL * sum(times) / self.ranks:
                 return
-            if not any(self.hasten(high, low, times, keys) for low in order[:NEAR]):
+            if not any(self.hasten(high, low, times, delays) for low in order[:NEAR]):
                 return
 
     def density(self, tokens: Range) -> float:
@@ -163,6 +168,21 @@ class Deal:
                 reach[start] = a
         own = sum([min(b, reach[start]) - a for start, a, b in places if a < reach.get(start, start)])
         return reach, sum(reach.values()) - sum(reach) - own
+
+    def delay(self, ranges: list[Range]) -> int:
+        """The pairs that take as long as what these ranges cost beside their own.
+
+        Forward, a quarter of the time, a rank waits for keys when it has computed what needs none.
+        """
+        keys, (starts, lengths) = self.received(ranges)[1], self.lists
+        cut: list[int] = []
+        home = 0
+        for a, b in ranges:
+            first, last = self.document(a), self.document(b - 1)
+            cut += {first, last}
+            home += self.below(b) - self.below(a if a == starts[first] else min(b, starts[first] + lengths[first]))
+        waits = max(0, START + KEY // 2 * keys - home // 4) if keys else 0
+        return KEY * keys + TWICE * (len({*cut}) < len(cut)) + waits
 
     def swaps(self, high: int, low: int, tried: int, want: float) -> Iterator[tuple[Range, Range, int, float, int]]:
         """Late tokens of one rank and as many early ones of another: of which ranges, how many, the work that this
@@ -201,20 +221,20 @@ class Deal:
         self.load[low] += moved
         return True
 
-    def hasten(self, high: int, low: int, times: list[float], keys: list[int]) -> bool:
+    def hasten(self, high: int, low: int, times: list[float], delays: list[int]) -> bool:
         """Make the swap after which the slower of both ranks is fastest, and faster than now; False if none is so."""
         room = MOST * self.work - self.load[low]
         want, best = min((times[high] - times[low]) / 2, room), 0.998 * times[high]
         chosen: tuple[list[Range], list[Range], float, tuple[int, int]] | None = None
         for give, take, n, moved, torn in self.swaps(high, low, TRIED[0], want) if want > 0 else ():
             highs, lows = self.after(high, low, give, take, n)
-            lacks = self.received(highs)[1], self.received(lows)[1]
-            slower = torn + max(self.load[high] - moved + KEY * lacks[0], self.load[low] + moved + KEY * lacks[1])
-            if slower < best and moved <= room and max(lacks) <= self.most:
-                best, chosen = slower, (highs, lows, moved, lacks)
+            both = self.delay(highs), self.delay(lows)
+            slower = torn + max(self.load[high] - moved + both[0], self.load[low] + moved + both[1])
+            if slower < best and moved <= room and max(both) <= TWICE + KEY * self.most:
+                best, chosen = slower, (highs, lows, moved, both)
         if chosen is None:
             return False
-        self.held[high], self.held[low], moved, (keys[high], keys[low]) = chosen
+        self.held[high], self.held[low], moved, (delays[high], delays[low]) = chosen
         self.load[high] -= moved
         self.load[low] += moved
         return True
@@ -248,6 +268,25 @@ class Deal:
         return n, gain(n)
 
 
+class InPairs(Deal):
+    """The same with pairs of an early and a late block of long documents."""
+
+    def deal_long(self, start: int, stop: int) -> None:
+        n, w = stop - start, self.below(stop) - self.below(start)
+        k = min(self.ranks, max(2, ceil(w / self.work / PAIR), ceil(n / self.tokens / PAIR)))
+        by_load = sorted(range(self.ranks), key=lambda r: self.load[r] / self.work + 1 - self.room[r] / self.tokens)
+        ranks = by_load[:k]
+        while k < self.ranks and n / k + 1 > min(self.room[r] for r in ranks):
+            k += 1
+            ranks = sorted(by_load, key=lambda r: -self.room[r])[:k]
+        edges = [start + n * i // (2 * k) // self.tile * self.tile for i in range(2 * k)] + [stop]
+        for j, rank in enumerate(ranks):
+            for a, b in ((edges[j], edges[j + 1]), (edges[2 * k - 1 - j], edges[2 * k - j])):
+                end = a + min(b - a, self.room[rank])
+                self.put(a, end, rank)
+                self.late.append((end, b))
+
+
 def in_tiles(work: Work, edges: np.ndarray, tile: int) -> Work:
     """The same work, and half of what each document's last tile computes beyond its end: some tiles are smaller."""
     ends = edges[1:]
@@ -277,4 +316,9 @@ def deal(starts: np.ndarray, total: int, ranks: int, work: Work) -> list[list[Ra
     """[rank]: the tokens of each rank, total / ranks each, of documents that begin at `starts`, whose last is the end
     of the last document; `total` counts the padding after it too.
     """
-    return Deal(starts, total, ranks, work).run()
+    made = Deal(starts, total, ranks, work)
+    busiest = made.run()
+    if busiest > AT_MOST:
+        paired = InPairs(starts, total, ranks, work)
+        made = paired if paired.run() < busiest else made
+    return [joined(ranges) for ranges in made.held]

@@ -51,8 +51,8 @@ def tiles(starts, ranges):
 def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
     """Counted token by token for 20 mixes: work within 2%, 1.5 x the longest document and a shard, 12 ranges a rank.
 
-    And few tiles are cut in two: all ranks together compute hardly more of them than one would. With the time for keys
-    the slowest rank is hardly slower than the mean.
+    And few tiles are cut in two: all ranks together compute hardly more of them than one would. The slowest rank takes
+    little more than a share of the work, with the keys that it receives and waits for, and a second pass over some.
     """
     shard, count, computed, whole, slowest = 16384, [], 0, 0, []
     for seed in range(20):
@@ -68,16 +68,22 @@ def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
         assert work.max() <= 1.02 * work.mean() and (everything == np.arange(ranks * shard)).all()
         computed += sum(tiles(starts, ranges) for ranges in results)
         whole += tiles(starts, [(0, ranks * shard)])
-        keys = []
+        keys, waits, twice = [], [], []
         for ranges in results:
             at = np.concatenate([np.arange(a, b) for a, b in ranges])
             last = np.zeros(len(lengths), int)
             np.maximum.at(last, document[at], pairs[at])
             keys.append(last.sum() - shard)
             assert len(at) == shard and keys[-1] <= 1.5 * max(lengths) + shard
-        times = work + 256 * np.array(keys)
-        slowest.append(times.max() / times.mean())
-    assert np.mean(slowest) <= (1.033 if ranks == 64 else 1.016)
+            first, last = document[[a for a, _ in ranges]], document[[b - 1 for _, b in ranges]]
+            cut = [i for pair in zip(first.tolist(), last.tolist(), strict=True) for i in {*pair}]
+            twice.append(len({*cut}) < len(cut))
+            needs = [a if pairs[a] == 1 else min(b, starts[i + 1]) for (a, b), i in zip(ranges, first, strict=True)]
+            home = below[[b for _, b in ranges]] - below[needs]
+            waits.append(max(0, 1e6 + 128 * keys[-1] - home.sum() / 4) * (keys[-1] > 0))
+        times = work + 256 * np.array(keys) + np.array(waits) + 2.4e6 * np.array(twice)
+        slowest.append(times.max() / work.mean())
+    assert np.mean(slowest) <= {8: 1.09, 16: 1.12, 64: 1.19}[ranks]
     assert np.mean(count) <= 12 and whole <= computed <= 1.006 * whole
 
 
