@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 MOST = 32  # copies of one launch
-WORDS, WARPS = 2048, 4  # of 8 bytes, which a program copies at once
+WORDS, WARPS = 8192, 8  # of 8 bytes, which a program copies at once, and its warps
 COMPILED: dict[tuple[torch.device, int], Any] = {}  # by how many copies; Triton itself would look at every number
 
 

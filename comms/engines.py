@@ -12,7 +12,7 @@ OUT, IN = 0, 1  # the two lanes
 AID = 2  # a third lane, which sets the flags that the others wait for in vain
 FEW, MANY = 3, 256  # so many copies, but fewer than MANY, are one kernel,
 SMALL = 8 * 2**20  # if they have fewer bytes than this on average
-PROGRAMS = {OUT: 2**31 - 1, IN: 64}  # of the kernel, at most: over a link 64, on few multiprocessors, are fast enough
+PROGRAMS = {OUT: 96, IN: 32}  # of the kernel, at most: as fast as more, and they leave multiprocessors to others
 
 
 class Copy(NamedTuple):
