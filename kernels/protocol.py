@@ -57,8 +57,8 @@ class Once(NamedTuple):
     room       (q, value dim) -> memory for a partial
     write      (q, k, v, where, into, scale=, softcap=): writes the rows of `into` of queries that see a key
     written    (into, the intervals of all steps, the partial to start from or None) -> the partial, after all steps
-    backward   (tensors, where, rows, dq, prepared, scale=, softcap=) -> (dk, dv): writes the rows of `dq` of queries
-               that see a key. Calls `prepared` when all is launched but the kernel that takes long
+    backward   (tensors, where, rows, dq, scale=, softcap=) -> (dk, dv): writes the rows of `dq` of queries that see a
+               key
     clear      (x, the intervals of all steps): zeros in the rows of `x` of queries that see no key
     """
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ringattn.cost import Course, Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.planning import Plan
-from ringattn.recipe import LONG, backward_order
+from ringattn.recipe import BESIDE, LONG, backward_order
 
 THIN, ROWS = 1024, 32  # FlashAttention-4 leaves steps of so few keys to our kernel, which takes queries as so many rows
 CUT = 4096  # from so many queries on
@@ -137,6 +137,8 @@ def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
         live.take(n * each.q + keys * each.kv + each.beside(n, keys))
         return
     arriving = steps.near + steps.far
+    if keeps(plan, each, steps):
+        live.take(arriving[:, 1] * each.kv)
     dq, own = Parts(live, n * each.q * each.exact), Parts(live, keys * each.kv * each.exact)
     first = [*np.flatnonzero(steps.passed).tolist(), len(steps.passed)]
     of_round(live, plan, each, steps, range(first[0]), dq, own, np.full(len(steps.ranks), keys))
@@ -157,6 +159,12 @@ def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
         live.free(parts.nbytes * share)
 
 
+def keeps(plan: Plan, each: Sizes, steps: Course) -> bool:
+    """Whether the keys that arrive are here since forward: `Recipe.keeps`, of a plan for documents."""
+    two = len(steps.passed) == 2 and not steps.passed.any()
+    return two and plan.docs is not None and each.kernel == "fa4" and plan.tokens.shard_len <= BESIDE
+
+
 def telling(sizes: np.ndarray) -> list[int]:
     """Of steps or rounds that bring so much: the first, the last, and those about the largest; the rest is as they."""
     count = len(sizes)
@@ -173,11 +181,12 @@ def of_round(
     n, brought = plan.tokens.shard_len, steps.near + steps.far
     home, others = which[0], [*which[1:]]
     others = [others[i] for i in telling(brought[:, others].max(0, initial=0))]
-    order = backward_order(home, others, each.own, each.halves and n >= LONG)
+    here_before = keeps(plan, each, steps)
+    order = backward_order(home, others, each.own, each.halves and n >= LONG and not here_before)
     halved = len(order) > len(others) + 1
 
     def room(s: int) -> Any:
-        return live.take(brought[:, s] * each.kv * (s != home))
+        return live.take(brought[:, s] * each.kv * (s != home and not here_before))
 
     flying: Any = 0.0  # gradients on their way from here
     arriving: Any = 0.0  # and to here

@@ -1,7 +1,6 @@
 """FlashAttention-4's calls without it: its modules with dense functions, so that what calls them runs anywhere."""
 
 from collections.abc import Iterator
-from functools import wraps
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -118,13 +117,5 @@ def modules(too_old: bool = False) -> dict[str, ModuleType]:
     made["cutlass.cute"].TensorSSA = Any  # type: ignore[attr-defined]
     made["flash_attn.cute.block_sparsity"].BlockSparseTensorsTorch = BlockSparseTensorsTorch  # type: ignore[attr-defined]
     interface: Any = made["flash_attn.cute.interface"]
-    interface._bwd_preprocess = lambda: None
-
-    @wraps(backward)
-    def in_order(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-        interface._bwd_preprocess()
-        return backward(*args, **options)
-
-    interface._flash_attn_fwd, interface._flash_attn_bwd = (old, old) if too_old else (forward, in_order)
-    made["flash_attn.cute"].interface = interface  # type: ignore[attr-defined]
+    interface._flash_attn_fwd, interface._flash_attn_bwd = (old, old) if too_old else (forward, backward)
     return made

@@ -345,17 +345,9 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     monkeypatch.setattr(recipe, "BESIDE", 0 if seed % 6 == 5 else tokens)
     if seed % 4 == 1:  # as in a compiled graph
         monkeypatch.setattr(recipe.Recipe, "keeps", False)
-
-    def backward(tensors: Any, where: Any, rows: Any, dq: Any, prepared: Any = bool, **score: Any) -> Any:
-        told: list[Any] = []
-        visits.append("backward")
-        grads = fa4.backward_once(tensors, where, rows, dq, lambda: told.append(prepared()), **score)
-        assert told, "prepared was not called"
-        return grads
-
     counted = fa4.KERNEL.once._replace(
         write=lambda *x, **score: visits.append("forward") or fa4.write(*x, **score),
-        backward=backward,
+        backward=lambda *x, **score: visits.append("backward") or fa4.backward_once(*x, **score),
     )
     monkeypatch.setattr(fa4, "KERNEL", replace(fa4.KERNEL, refuses=lambda _: None, once=counted))
     score_with.cache_clear()

@@ -6,9 +6,9 @@ it gets a mask function, which reads the interval of a query, and lists of the t
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import lru_cache
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,7 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".
 
 import cutlass
 import cutlass.cute as cute
-from flash_attn.cute import interface, utils
+from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -58,7 +58,6 @@ DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # oth
 PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
 SPLIT = 4096  # a backward pass of so many queries takes a few of FA4's own masks rather than lists
 CALLS = 3  # how many such masks at most: each prepares its queries, and its gradients are added up
-NEXT: list[Callable[[], None]] = []  # what is called after FA4's next preparation of a backward pass
 ONE = Lock()  # threads must not compile at the same time: FA4's compiler keeps what it works on for the whole process
 
 
@@ -67,23 +66,6 @@ class Sizes(NamedTuple):
 
     forward: tuple[int, int]
     backward: tuple[int, int]
-
-
-def announced(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, after which what is `NEXT` is called."""
-
-    @wraps(prepare)
-    def run(*args: Any, **options: Any) -> Any:
-        result = prepare(*args, **options)
-        while NEXT:
-            NEXT.pop()()
-        return result
-
-    return run
-
-
-if hasattr(interface, "_bwd_preprocess"):  # what it launches reads memory, before the kernel that computes
-    interface._bwd_preprocess = announced(interface._bwd_preprocess)
 
 
 def refuses(problem: Problem) -> str | None:
@@ -419,8 +401,8 @@ def masked(causal: bool, window: int | None) -> dict[str, Any]:
 
 
 def backward_once(
-    tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, dq_BTHD: Tensor,
-    prepared: Callable[[], Any] = bool, *, scale: float, softcap: float | None = None,
+    tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, dq_BTHD: Tensor, *, scale: float,
+    softcap: float | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """The gradients of a step that is sequences, in one call, or in a few if several sequences see the same keys."""
     out = torch.zeros_like(rows.dout) if rows.out is None else rows.out
@@ -435,7 +417,6 @@ def backward_once(
         if delta is not None:
             given["dlse"] = -delta[:, queries].contiguous()
         with ONE:
-            NEXT[:], prepared = [prepared], bool  # of the first call only
             dk, dv = _flash_attn_bwd(q, k[keys], v[keys], out, dout, lse[:, queries].contiguous(), **given)[1:3]
         if len(calls) == 1 and seen == [(0, len(k))]:
             return dk[None], dv[None]

@@ -87,14 +87,14 @@ def backward_once(
 ) -> Sequence[Total]:  # fmt: skip
     """`of_round` in two steps of which no query has keys in both; the keys of the second perhaps `came` in forward.
 
-    The first only prepares before the second begins. Then it fills what that leaves, whose gradients return meanwhile.
+    The second begins as soon as its keys are here, and its gradients return while the first fills what it leaves.
     """
     (home, other), kernel = steps, score.once
     assert kernel  # the recipe asked
     into, sums, aside = q.new_empty(q.shape), Home(axis, narrow, score.kernel.fills, *held), Aside(q.device)
     room, trip = (came, NOTHING) if came else room_for(other, *held)
     with axis.sharing(*trip, "keys of step 2 of 2, backward", score.kernel.fills) as coming:
-        grads = kernel.backward((q, *held), home.where, rows, into, aside.follow) if home.where else NONE[1:]
+        grads = kernel.backward((q, *held), home.where, rows, into) if home.where else NONE[1:]
     sums.send(home, grads, "gradients of step 1 of 2", EVERY[1])
     with aside:
         if not came:
@@ -238,7 +238,7 @@ def place_own(step: Step, room: Sequence[Tensor], held: Sequence[Tensor]) -> Non
 
 
 class Aside:
-    """`with aside:` work on a GPU that only waits for what was launched before this was made, or last told to `follow`.
+    """`with aside:` work on a GPU that only waits for what was launched before this was made.
 
     It comes before other work that is not on the GPU's multiprocessors yet. What is launched after `join` waits for it.
     """
@@ -247,12 +247,8 @@ class Aside:
         self.stream = second_stream(device) if device.type == "cuda" else None
         if self.stream is not None:
             self.main = torch.cuda.current_stream(device)
-            self.entered = torch.cuda.stream(self.stream)
-        self.follow()
-
-    def follow(self) -> None:
-        if self.stream is not None:
             self.stream.wait_stream(self.main)
+            self.entered = torch.cuda.stream(self.stream)
 
     def __enter__(self) -> None:
         if self.stream is not None:
