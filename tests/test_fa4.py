@@ -327,8 +327,12 @@ def seen_by_pieces(seed: int, tokens: int) -> dict[str, Any]:
 
 
 def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.Tensor, near: float) -> None:
-    """Against float64, every third time with a gradient of the lse: pieces get own keys beside those that arrive."""
+    """Against float64, every third time with a gradient of the lse: pieces get own keys beside those that arrive.
+
+    If backward gets these too, only gradients travel in it, as many bytes as forward.
+    """
     visits, asked = [], seen_by_pieces(seed, tokens)
+    kept, sent = seed % 4 != 1 and seed % 6 != 5, [0, 0]
     dealt = "docs" in asked
     ring = (2, 3, 4)[seed // 2 % 3] if dealt else 2
     q, k, v, dout = (torch.randn(1, tokens, h, dim).to(like) for h in (4, 2, 2, 4))
@@ -358,8 +362,12 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
             transport=ra.Transport(together=ring), **asked,
         )  # fmt: skip
         own = [plan.shard(x).requires_grad_() for x in (q, k, v)]
+        axis = plan.axes.ring
+        began = axis.sent
         results = ra.attention(*own, plan, **asked, sinks=sinks, return_lse=True)
+        sent[0] += (forward := axis.sent) - began
         back(results, plan.shard(dout), None if dlse is None else plan.shard(dlse))
+        sent[1] += axis.sent - forward
         return [plan.unshard(x) for x in (results[0], *(x.grad for x in own))]
 
     for results in run_ranks(one_rank, ring=ring, device=like.device.type):
@@ -367,6 +375,7 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
             error = ((a.double().cpu() - b).norm() / b.norm()).item()
             assert error < near, f"{name} is off by {error}"
     assert {*visits} == ({"forward"} if seed % 6 == 5 else {"forward", "backward"})
+    assert sent[1] == (1 if kept else 2) * sent[0]
 
 
 def back(results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> None:
