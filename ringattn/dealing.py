@@ -172,8 +172,7 @@ class Deal:
     def delay(self, ranges: list[Range]) -> int:
         """The pairs that take as long as what these ranges cost beside their own.
 
-        When a rank has computed what needs no keys of others, it waits: forward, a quarter of the time, for these keys,
-        and in backward until their gradients have returned.
+        Forward, a quarter of the time, a rank waits for keys when it has computed what needs none.
         """
         keys, (starts, lengths) = self.received(ranges)[1], self.lists
         cut: list[int] = []
@@ -182,7 +181,7 @@ class Deal:
             first, last = self.document(a), self.document(b - 1)
             cut += {first, last}
             home += self.below(b) - self.below(a if a == starts[first] else min(b, starts[first] + lengths[first]))
-        waits = sum(max(0, START + KEY // 2 * keys - part) for part in (home // 4, 3 * home // 4)) if keys else 0
+        waits = max(0, START + KEY // 2 * keys - home // 4) if keys else 0
         return KEY * keys + TWICE * (len({*cut}) < len(cut)) + waits
 
     def swaps(self, high: int, low: int, tried: int, want: float) -> Iterator[tuple[Range, Range, int, float, int]]:
