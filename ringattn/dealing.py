@@ -175,14 +175,14 @@ class Deal:
         Forward, a quarter of the time, a rank waits for keys when it has computed what needs none.
         """
         keys, (starts, lengths) = self.received(ranges)[1], self.lists
-        cut: list[int] = []
+        documents: list[int] = []  # of the ends of ranges
         home = 0
         for a, b in ranges:
             first, last = self.document(a), self.document(b - 1)
-            cut += {first, last}
+            documents += {first, last}
             home += self.below(b) - self.below(a if a == starts[first] else min(b, starts[first] + lengths[first]))
         waits = max(0, START + KEY // 2 * keys - home // 4) if keys else 0
-        return KEY * keys + TWICE * (len({*cut}) < len(cut)) + waits
+        return KEY * keys + TWICE * (len({*documents}) < len(documents)) + waits
 
     def swaps(self, high: int, low: int, tried: int, want: float) -> Iterator[tuple[Range, Range, int, float, int]]:
         """Late tokens of one rank and as many early ones of another: of which ranges, how many, the work that this
