@@ -37,12 +37,13 @@ def describe(
     return words
 
 
-def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
+def agree(plan: Plan, words: Words, problem: str | None = None, has: Any = None) -> None:
     """Raise the same error on all ranks if one has a problem or if their words differ; it names the ranks and fields.
 
     Where words are cheap to exchange (gloo, threads) every call is compared. Elsewhere only the first call of each kind
     is; calls that differ only in their documents are of one kind. After that, a rank raises its problems alone, since
-    the others do not wait for them, and documents that differ between ranks are not noticed.
+    the others do not wait for them, and documents that differ between ranks are not noticed. `has` is what the kernels
+    that this rank selects follow from; it may differ.
     """
     ring, ulysses = plan.ring_axis, plan.ulysses_axis
     alone, kind = ring.size * ulysses.size == 1, kind_of(words)
@@ -52,7 +53,7 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
         return
     try:
         taken = [int(each) for each in same_data.taken(plan)]  # waits for the device
-        mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken}
+        mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken, "has": has}
         entries = together(ulysses.exchange_words(together(ring.exchange_words([mine]))))
     except (RuntimeError, OSError) as error:
         if problem:
@@ -62,6 +63,8 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     complain({place: entry["problem"] for place, entry in everyone.items() if entry["problem"]}, len(everyone))
     same_data.judge({place: tuple(entry["taken"]) for place, entry in everyone.items()})  # may be why words differ
     compare({place: entry["words"] for place, entry in everyone.items()})
+    if has is not None:
+        plan.axes.alike = all(entry["has"] == has for entry in entries)
     remember(plan, kind)
 
 

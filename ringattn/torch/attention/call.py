@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from ringattn import recipe as recipes
 from ringattn.check.arguments import of_arguments, of_arrays, warn_of_exchanged
 from ringattn.cost import Shape
+from ringattn.kernels import BY_NAME
 from ringattn.kernels.intervals import Intervals
 from ringattn.mask import Mask
 from ringattn.planning import Plan
@@ -72,6 +73,11 @@ class Call:
         return str(self.recipe)
 
 
+def has_of(q: Tensor, keep: bool) -> Any:
+    """What decides whether this rank keeps keys that arrive, which all ranks must do alike."""
+    return [keep, arch_of(q.device), BY_NAME["fa4"].lacks()] if q.is_cuda else None
+
+
 def recipe_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, keep: bool) -> Recipe:
     """The recipe of this rank for such tensors."""
     (B, _, H, D), plan, device = q.shape, mask.plan, q.device
@@ -79,8 +85,8 @@ def recipe_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, keep
     return Recipe(
         mask, Shape(plan.seq_len, plan.keys.seq_len, H, k.shape[2], D, v.shape[3], q.itemsize, B),
         device.type, str(q.dtype).removeprefix("torch."), arch_of(device) if q.is_cuda else None, rank,
-        plan.deterministic or torch.are_deterministic_algorithms_enabled(), gradients, keep,
-        sight_of(mask, rank, device),
+        plan.deterministic or torch.are_deterministic_algorithms_enabled(), gradients,
+        keep and plan.axes.alike, sight_of(mask, rank, device),
     )  # fmt: skip
 
 
@@ -120,10 +126,9 @@ def make(
     problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     kept = f"{gradients}{', of the lse too' * (gradients and return_lse and plan.ulysses > 1)}"  # which is exchanged
-    kept += ", in a compiled graph" * (gradients and not keep and docs is not None and q.is_cuda)  # which keeps no keys
     bits = plan.deterministic or torch.are_deterministic_algorithms_enabled()
     words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept, deterministic=bits)
-    agree.agree(plan, words, problem)
+    agree.agree(plan, words, problem, has_of(q, keep))
     warn_of_exchanged(q, stacklevel=6)  # of the line that calls ringattn.attention
     recipe = recipe_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients, keep)
     refused = recipe.refused()
