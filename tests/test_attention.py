@@ -114,7 +114,7 @@ def test_heads_at_home_may_take_turns(case, choice, monkeypatch):
     rounds = []
     monkeypatch.setattr(recipe, "LONG", 0)
     of_round = ring.of_round
-    monkeypatch.setattr(ring, "of_round", lambda *given: rounds.append(given[5]) or of_round(*given))
+    monkeypatch.setattr(ring, "of_round", lambda *given: rounds.append(given[6]) or of_round(*given))
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
     check(case, torch.float32, dict.fromkeys(names, LIMIT), kernel=choice[0], together=choice[1])
     assert any(first.heads for first, *_ in rounds) or case.ulysses > 1 or case.kv_heads == 1

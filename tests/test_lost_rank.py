@@ -127,8 +127,8 @@ def with_a_deadly_kernel(backward, *args):
     def kernel(*args, **options):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    *others, score, narrow = args
-    return backward(*others, score._replace(backward=kernel), narrow)
+    *others, score, narrow, came = args
+    return backward(*others, score._replace(backward=kernel), narrow, came)
 
 
 HANGS, SHORT = 1, 4.0
