@@ -24,7 +24,7 @@ class Ranks:
         self.framework, self.device, self.here = framework, device, here
         self.calls: dict[Any, Any] = {}  # bound calls, by their key
         self.agreed: dict[Any, set[Any]] = {}  # by plan: the kinds of calls that all ranks agreed on
-        self.alike = True  # whether all ranks select the same kernels, as they told when they last compared calls
+        self.alike = True  # whether all ranks select the same kernels, as of their last comparison of calls
         self.kept: dict[str, Any] = {}  # caches of the framework's side
         self.plans: dict[str | int, Any] = {}  # the plans of compiled graphs, by their text or their handle
         self.number = next(NUMBERS)

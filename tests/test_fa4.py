@@ -1,5 +1,6 @@
 """FlashAttention-4 on intervals: its own forms and the lists of tiles here; the kernel itself on a GPU that has it."""
 
+import json
 import sys
 import threading
 import time
@@ -8,6 +9,7 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -377,6 +379,12 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
             assert error < near, f"{name} is off by {error}"
     assert {*visits} == ({"forward"} if seed % 6 == 5 else {"forward", "backward"})
     assert sent[1] == (1 if kept else 2) * sent[0]
+
+
+def test_equal_ranks_keep_keys_also_after_their_words_travelled_as_json(monkeypatch) -> None:
+    monkeypatch.setattr(call, "arch_of", lambda _: (9, 0))
+    has = call.has_of(SimpleNamespace(is_cuda=True, device=None), True)
+    assert json.loads(json.dumps(has)) == has
 
 
 def back(results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> None:

@@ -37,7 +37,7 @@ def describe(
     return words
 
 
-def agree(plan: Plan, words: Words, problem: str | None = None, has: Any = None) -> None:
+def agree(plan: Plan, words: Words, problem: str | None = None, has: str | None = None) -> None:
     """Raise the same error on all ranks if one has a problem or if their words differ; it names the ranks and fields.
 
     Where words are cheap to exchange (gloo, threads) every call is compared. Elsewhere only the first call of each kind

@@ -73,9 +73,9 @@ class Call:
         return str(self.recipe)
 
 
-def has_of(q: Tensor, keep: bool) -> Any:
+def has_of(q: Tensor, keep: bool) -> str | None:
     """What decides whether this rank keeps keys that arrive, which all ranks must do alike."""
-    return [keep, arch_of(q.device), BY_NAME["fa4"].lacks()] if q.is_cuda else None
+    return f"{keep} {arch_of(q.device)} {BY_NAME['fa4'].lacks()}" if q.is_cuda else None
 
 
 def recipe_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, keep: bool) -> Recipe:
