@@ -1,12 +1,15 @@
 """A few processes that play many ranks: each receives what it would among so many."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import ringattn as ra
 from ringattn.choosing import elsewhere
+from ringattn.comms.axis import Slices
 from ringattn.comms.local import run
-from ringattn.launch.bench.folded import folded, processes_of
+from ringattn.launch.bench.folded import Folded, folded, processes_of
 from ringattn.launch.bench.ring import Options
 
 
@@ -61,3 +64,11 @@ def test_processes_that_cannot_play_all_ranks_are_refused(wrong):
     with pytest.raises(ValueError, match=f"processes={wrong['processes']} cannot play ranks=4"):
         Options(ranks=4, **wrong)
     assert processes_of(Options(ranks=4, processes=2)) == 2
+
+
+def test_what_a_process_plays_comes_first_of_what_its_peer_shows():
+    """Else it would wait for ever for what a rank with more readers shows before."""
+    axis = Folded(SimpleNamespace(rank=0, size=2, name="ring", by="", cheap_words=False, hosts=1), size=4, played=2)
+    rows = torch.zeros(1, 8, 1, 2)
+    _, into = axis.between({3: Slices([rows], (range(4),), after=(5,))})
+    assert into[1].after == () and len(into[1]) == 1

@@ -69,7 +69,7 @@ class Folded(Moves):
         arriving: dict[int, Any] = {}
         for source, tensors in into.items():
             apart = (self.rank - source) % self.size % self.axis.size or 1  # never from itself
-            arriving[apart] = joined(arriving[apart], tensors) if apart in arriving else tensors
+            arriving[apart] = joined(arriving.get(apart, ()), tensors)
         here, count = self.axis.rank, self.axis.size
         leaving = {(here + apart) % count: self.like(tensors) for apart, tensors in arriving.items()}
         return leaving, {(here - apart) % count: tensors for apart, tensors in arriving.items()}
@@ -91,7 +91,11 @@ class Folded(Moves):
 
 
 def joined(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Both after another, as slices if they are of the same tensors."""
+    """Both after another, as slices if they are of the same tensors. They are all that their process sends, so they
+    come after no others, unlike those of the ranks that it plays.
+    """
+    if isinstance(b, Slices) and not a:
+        return Slices(b.tensors, b.places)
     if isinstance(a, Slices) and isinstance(b, Slices) and all(map(is_, a.tensors, b.tensors)):
         return Slices(a.tensors, (*a.places, *b.places))
     return [*a, *b]
