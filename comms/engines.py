@@ -10,7 +10,7 @@ import torch
 
 OUT, IN = 0, 1  # the two lanes
 AID = 2  # a third lane, which sets the flags that the others wait for in vain
-FEW, MANY = 3, 256  # so many copies, but fewer than MANY, are one kernel,
+FEW, MANY = 3, 256  # so many copies over a link, but fewer than MANY, are one kernel,
 SMALL = 8 * 2**20  # if they have fewer bytes than this on average
 PROGRAMS = {OUT: 96, IN: 32}  # of the kernel, at most: as fast as more, and they leave multiprocessors to others
 
@@ -26,12 +26,19 @@ class Copy(NamedTuple):
     source_pitch: int = 0
 
 
-def are_one(copies: Sequence[Copy]) -> bool:
-    """Whether one kernel makes these copies. Copy engines take no multiprocessor, but start each copy slowly."""
+def are_one(lane: int, copies: Sequence[Copy], fills: bool) -> bool:
+    """Whether one kernel makes these copies. `fills`: other work fills the multiprocessors.
+
+    Over a link copy engines take no multiprocessor, but start each copy slowly. Within a GPU the driver's copies need
+    multiprocessors too, and get them after a kernel that runs already, even if its blocks come and go.
+    """
     count = total = bits = 0
     for to, source, size, rows, to_pitch, source_pitch in copies:
         count, total, bits = count + rows, total + rows * size, bits | to | source | size | to_pitch | source_pitch
-    return FEW <= count < MANY and total < SMALL * count and not bits % 16
+    if bits % 16 or not 0 < count < MANY:
+        return False
+    small = count >= FEW and total < SMALL * count
+    return small or not fills if lane == OUT else small and not fills
 
 
 class Lanes:
@@ -64,9 +71,9 @@ class Lanes:
         else:
             self.driver("cuMemcpy2DAsync_v2", strided_copy(copy), self.handles[lane])
 
-    def copy_all(self, lane: int, copies: Sequence[Copy], fills: bool = False) -> None:
+    def copy_all(self, lane: int, copies: Sequence[Copy], fills: bool) -> None:
         """Copies in any order. `fills`: other work fills the multiprocessors, for which a kernel would wait."""
-        if fills or not are_one(copies):
+        if not are_one(lane, copies, fills):
             for copy in copies:
                 self.copy(lane, copy)
             return

@@ -73,7 +73,7 @@ class Peers:
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
 
-    def send(self, batches: Iterable[tuple[int, Sequence[Sequence[Piece]]]], expect: Expect) -> None:
+    def send(self, batches: Iterable[tuple[int, Sequence[Sequence[Piece]]]], expect: Expect, fills: bool) -> None:
         """Send batches to ranks, to each no more than it has slots."""
         puts = []
         for peer, sent in batches:
@@ -83,9 +83,11 @@ class Peers:
                 self.lanes.wait(OUT, self.outbox.free(self.rank, peer, slot))
                 puts.append(Put(self.outbox.slot(self.rank, peer, slot), pieces, (peer,), slot))
             expect(OUT, peer)
-        self.put(puts)
+        self.put(puts, fills)
 
-    def put_shared(self, first: int, batches: Iterable[tuple[Sequence[Piece], Sequence[int]]], expect: Expect) -> None:
+    def put_shared(
+        self, first: int, batches: Iterable[tuple[Sequence[Piece], Sequence[int]]], expect: Expect, fills: bool
+    ) -> None:
         """Put batches, each with its readers, into shared slots, from slot `first` on.
 
         Waits until the slots are free for all ranks, readers now or not, and frees them at once for those that are not.
@@ -99,11 +101,11 @@ class Peers:
                     self.lanes.set(OUT, self.outbox.free(self.rank, peer, slot))
             expect(OUT, peer)
         self.put([Put(self.outbox.slot(self.rank, self.rank, slot), pieces, readers, slot)
-                  for slot, pieces, readers in slots])  # fmt: skip
+                  for slot, pieces, readers in slots], fills)  # fmt: skip
 
-    def put(self, puts: Sequence[Put]) -> None:
+    def put(self, puts: Sequence[Put], fills: bool) -> None:
         """All copies first, then all signals: a signal between two copies would take longer than a copy."""
-        self.lanes.copy_all(OUT, [copy for put in puts for copy in into_slot(put.to, put.pieces)])
+        self.lanes.copy_all(OUT, [copy for put in puts for copy in into_slot(put.to, put.pieces)], fills)
         for put in puts:
             for peer in put.readers:
                 self.lanes.set(OUT, self.outbox.full(peer, self.rank, put.slot))
@@ -128,7 +130,7 @@ class Peers:
         Each rank sends its batches of one round before it waits for those of others, so this cannot deadlock.
         """
         batches = [(peer, slot, self.copies(peer, slot, pieces)) for peer, slot, pieces in taken]
-        together = not fills and are_one([copy for _, _, copies in batches for copy in copies])
+        together = are_one(IN, [copy for _, _, copies in batches for copy in copies], fills)
         for group in [batches] if together else [[batch] for batch in batches]:
             for peer, slot, _ in group:
                 self.lanes.wait(IN, self.outbox.full(self.rank, peer, slot))

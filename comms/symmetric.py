@@ -90,13 +90,13 @@ class SymmetricAxis(Moves):
         slots, expect = self.peers.outbox.own, partial(self.watch.expect, what=what)
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
-        self.peers.send([(there, sends[there][:slots]) for there, _ in pairs if there in sends], expect)
+        self.peers.send([(there, sends[there][:slots]) for there, _ in pairs if there in sends], expect, fills)
         self.lanes.precede(OUT)
         for i in range(max(map(len, (*sends.values(), *receives.values())))):  # the same order on every rank
             here = [(r, receives[r][i]) for _, r in pairs if i < len(receives.get(r, ()))]
             self.peers.receive(here, expect, fills)
             later = [(r, [sends[r][slots + i]]) for r, _ in pairs if slots + i < len(sends.get(r, ()))]
-            self.peers.send(later, expect)
+            self.peers.send(later, expect, fills)
         self.unpack(arriving)
         self.sent += sum(map(weight, sends.values()))
         return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
@@ -129,7 +129,7 @@ class SymmetricAxis(Moves):
         flight = Flight(self.lanes, self.watch, out, leaving, into, arriving)
         expect = partial(self.watch.expect, what=what)
         if shown:
-            self.peers.put_shared(0, shown[:SHARED], expect)
+            self.peers.put_shared(0, shown[:SHARED], expect, fills)
 
         def fetched() -> Flight:
             self.fetch(arriving, starts, shown[SHARED:], expect, fills)
@@ -150,7 +150,7 @@ class SymmetricAxis(Moves):
             here = [(r, each.batches[i - starts[r]]) for r, each in arriving.items() if starts[r] <= i < ends[r]]
             self.peers.take_shared(i, here, expect, fills)
             if i < len(later):
-                self.peers.put_shared(SHARED + i, [later[i]], expect)
+                self.peers.put_shared(SHARED + i, [later[i]], expect, fills)
         self.unpack(arriving)
 
     def steps_from(self, item: tuple[int, Any]) -> int:
@@ -239,7 +239,7 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
     def ready() -> Lanes:
         """Compiles the kernel of several copies, for which no rank is to wait in the trial."""
         lanes, rows = Lanes(device), torch.zeros(6, 4, dtype=torch.int32, device=device)
-        lanes.copy_all(OUT, [Copy(rows[i].data_ptr(), rows[3 + i].data_ptr(), 16) for i in range(3)])
+        lanes.copy_all(OUT, [Copy(rows[i].data_ptr(), rows[3 + i].data_ptr(), 16) for i in range(3)], fills=False)
         torch.cuda.synchronize()
         return lanes
 

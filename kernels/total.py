@@ -74,7 +74,7 @@ class Total:
         first = terms[0].grad
         if len(terms) == 1 and self.covers(terms[0]):
             return first.to(dtype)
-        in_place = self.covers(terms[0]) and first.dtype == dtype == self.exact and first.is_contiguous()
+        in_place = self.covers(terms[0]) and first.dtype == dtype and first.is_contiguous()
         if self.device.type == "cuda" and self.exact == torch.float32:
             from ringattn.kernels.attention.triton.gradients import MOST, add_parts  # triton is part of torch for GPUs
 
@@ -82,6 +82,7 @@ class Total:
                 room = torch.empty(self.shape, dtype=self.exact, device=self.device)
                 terms = [self.whole(add_parts(room, terms[:MOST])), *terms[MOST:]]
             return add_parts(first if in_place else torch.empty(self.shape, dtype=dtype, device=self.device), terms)
+        in_place = in_place and dtype == self.exact  # others would be rounded after each term
         total = first if in_place else torch.zeros(self.shape, dtype=self.exact, device=self.device)
         for x, rows, heads in terms[in_place:]:
             total[:, slice(*rows), slice(*heads)].add_(x)

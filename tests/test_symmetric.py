@@ -234,7 +234,9 @@ def test_only_beside_work_that_fills_the_device_copies_come_first():
 
 @pytest.mark.parametrize("lane", [OUT, IN])
 def test_many_small_copies_are_one_kernel(lane, monkeypatch):
-    """Bytes that are not 16 times as many, few copies and large ones are left to the driver, and all if asked."""
+    """Bytes that are not 16 times as many are left to the driver. So are few copies and large ones, but not those
+    within a GPU that no kernel fills; and beside one that does, all copies over a link.
+    """
     pytest.importorskip("triton")
     monkeypatch.setitem(engines.PROGRAMS, IN, 5)  # which loop
     driven, lanes = [], object.__new__(Lanes)
@@ -248,14 +250,19 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
         for row in range(rows):
             expected[at : at + size] = source[start + row * (size + 16) :][:size]
             at += size + 32
-    lanes.copy_all(lane, copies)
+    lanes.copy_all(lane, copies, False)
     assert torch.equal(to, expected) and not driven
     odd = [copy._replace(size=copy.size + 8) for copy in copies[:3]]
     large = [copy._replace(size=2**23) for copy in copies[:3]]
-    for others, fills in (([copies[0]._replace(rows=1)], False), (odd, False), (large, False), (copies, True)):
+    few, within = [copies[0]._replace(rows=1)], lane == OUT
+    for others, fills in [(few, within), (odd, False), (large, within), *[(copies, True)] * (not within)]:
         lanes.copy_all(lane, others, fills)
         assert driven == others
         driven.clear()
+    to.zero_()
+    lanes.copy_all(OUT, few, False)
+    lanes.copy_all(OUT, copies[1:], True)
+    assert to[: few[0].size].equal(expected[: few[0].size]) and to.count_nonzero() > few[0].size and not driven
 
 
 def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot, monkeypatch):

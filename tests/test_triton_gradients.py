@@ -87,6 +87,23 @@ def test_a_sum_may_reuse_the_memory_of_its_first_part():
     assert torch.equal(parts[0].grad, expected)
 
 
+def test_a_sum_in_place_writes_only_what_other_parts_touch(monkeypatch):
+    """As on a GPU, where one pass adds all parts in float32."""
+    total, first = Total(torch.empty(1, 400, 4, 20).half()), torch.randn(1, 400, 4, 20).half()
+    monkeypatch.setattr(total, "device", SimpleNamespace(type="cuda"))
+    parts = [(torch.randn(1, n, 4, 20).half(), slice(at, at + n)) for at, n in ((7, 90), (50, 3), (390, 10))]
+    expected = first.float()
+    total.add(first)
+    for x, rows in parts:
+        total.add(x, rows)
+        expected[:, rows] += x
+    first[:, 200:300] = -0.0  # which would be 0.0 after a sum
+    expected[:, 200:300] = 0
+    result = total.tensor(torch.float16)
+    assert torch.equal(result, expected.half()) and result.data_ptr() == first.data_ptr()
+    assert torch.signbit(first[:, 200:300]).all()
+
+
 def test_a_sum_of_another_layout_gets_its_own_memory(monkeypatch):
     """A vendor's gradient has the strides of its inputs, perhaps heads before tokens; as on a GPU."""
     total, x = Total(torch.empty(2, 9, 4, 8)), torch.randn(2, 4, 9, 8).transpose(1, 2)
@@ -110,6 +127,6 @@ def test_rows_that_lie_more_than_two_billion_numbers_apart_are_added():
     places = tuple(16 * n for n in (1 - rows, 1, 0, heads))
     gradients.launch(
         gradients.add_kernel, (1,), (out, *[part] * gradients.MOST), (places, 1, heads),
-        N=1, D=1, WIDTH=1, ROWS=heads,
+        N=1, D=1, WIDTH=1, ROWS=heads, IN_PLACE=False,
     )  # fmt: skip
     assert (out == 7).all()

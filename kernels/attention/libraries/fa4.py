@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
-from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -409,27 +408,30 @@ def backward_once(
     by_row = [unit_stride(x[0]) for x in (tensors[0], out, rows.dout, dq_BTHD)]
     k, v = (unit_stride(x[0]) for x in tensors[1:])
     lse, delta = rows.lse[0].T, None if rows.delta is None else rows.delta[0].T
-    calls = cached(where, "sequences of a backward pass", lambda: calls_of(where, k.device))
+    calls = cached(where, "sequences of a backward pass", lambda: calls_of(where, len(k), k.device))
     sums = Total(tensors[1]), Total(tensors[2])
-    for options, queries, keys, seen in calls:
+    for options, queries, keys, gaps in calls:
         q, out, dout, dq = (x[queries] for x in by_row)
-        given = {"softmax_scale": scale, "softcap": softcap or 0.0, "dq": dq, **options}
+        dk, dv = (x.new_empty(x[keys].shape) for x in (k, v))
+        if gaps:
+            torch._foreach_zero_([x[at] for at in gaps for x in (dk, dv)])
+        given = {"softmax_scale": scale, "softcap": softcap or 0.0, "dq": dq, "dk": dk, "dv": dv, **options}
         if delta is not None:
             given["dlse"] = -delta[:, queries].contiguous()
         with ONE:
-            dk, dv = _flash_attn_bwd(q, k[keys], v[keys], out, dout, lse[:, queries].contiguous(), **given)[1:3]
-        if len(calls) == 1 and seen == [(0, len(k))]:
+            _flash_attn_bwd(q, k[keys], v[keys], out, dout, lse[:, queries].contiguous(), **given)
+        if len(calls) == 1:
             return dk[None], dv[None]
-        for a, b in seen:  # what no query sees is not written
-            for total, x in zip(sums, (dk, dv), strict=True):
-                total.add(x[None, a - keys.start : b - keys.start], slice(a, b))
+        for total, x in zip(sums, (dk, dv), strict=True):
+            total.add(x[None], rows=keys)
     return sums
 
 
 def calls_of(
-    where: Intervals, device: torch.device
-) -> list[tuple[dict[str, Any], slice, slice, list[tuple[int, int]]]]:
-    """The calls of a backward pass over sequences: of each its options, queries and keys, and which of these are seen.
+    where: Intervals, length: int, device: torch.device
+) -> list[tuple[dict[str, Any], slice, slice, list[slice]]]:
+    """The calls of a backward pass over sequences of `length` keys: of each its options, its queries and keys, and
+    which of these keys no query sees, for which FA4 writes nothing. One call has all keys.
 
     In a call the keys of a sequence lie behind those of the one before, so that none has gradients from two.
     """
@@ -444,11 +446,13 @@ def calls_of(
         fitting.append(cell)
     made = []
     for call in calls:
-        queries, keys = slice(call[0][0], call[-1][1]), slice(call[0][2], call[-1][3])
+        queries = slice(call[0][0], call[-1][1])
+        keys = slice(call[0][2], call[-1][3]) if len(calls) > 1 else slice(0, length)
         corner = np.array([queries.start, queries.start, keys.start, keys.start], np.int32)
-        edges = [keys.start, *(x for a, b in pairwise(call) if a[3] < b[2] for x in (a[3], b[2])), keys.stop]
-        options = masked(causal, window) | cells_of(np.array(call, np.int32) - corner, device)
-        made.append((options, queries, keys, list(zip(edges[::2], edges[1::2], strict=True))))
+        moved = np.array(call, np.int32) - corner
+        edges = [0, *moved[:, 2:].ravel().tolist(), keys.stop - keys.start]
+        gaps = [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+        made.append((masked(causal, window) | cells_of(moved, device), queries, keys, gaps))
     return made
 
 

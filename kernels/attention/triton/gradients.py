@@ -15,11 +15,12 @@ Term = tuple[Tensor, tuple[int, int], tuple[int, int]]  # of a gradient, for the
 @triton.jit
 def add_kernel(
     out_ptr, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15, places, T, H,
-    N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Each row (t, h) of out is the sum of those of the N terms that cover it; all are contiguous.
 
-    A program has ROWS rows, and skips the terms that have none of their tokens.
+    A program has ROWS rows, and skips the terms that have none of their tokens. IN_PLACE: out is the first term, and a
+    program ends at once if no other term has any.
     """
     terms = (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15)
     start = tl.program_id(0) * ROWS
@@ -27,6 +28,12 @@ def add_kernel(
     b = tl.program_id(1).to(tl.int64)
     t, h, live = row // H, row % H, row < T * H
     column = tl.arange(0, WIDTH)
+    if IN_PLACE:
+        others = 0
+        for i in tl.static_range(1, N):
+            others += (places[4 * i] // 16 <= (start + ROWS - 1) // H) & (places[4 * i + 1] // 16 > start // H)
+        if others == 0:
+            return
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in tl.static_range(N):
         first, end, top, bottom = (
@@ -56,6 +63,7 @@ def add_parts(out: Tensor, terms: Sequence[Term]) -> Tensor:
     rows = max(1, 4096 // width)
     tensors = (out, *grads, *[grads[-1]] * (MOST - len(grads)))
     launch(
-        add_kernel, (cdiv(T * H, rows), B), tensors, (tuple(places), T, H), N=count, D=D, WIDTH=width, ROWS=rows
+        add_kernel, (cdiv(T * H, rows), B), tensors, (tuple(places), T, H), N=count, D=D, WIDTH=width, ROWS=rows,
+        IN_PLACE=out is terms[0][0],
     )  # fmt: skip
     return out
