@@ -4,16 +4,18 @@ Short documents lie whole on one rank, neighbours together. Long ones are cut in
 rank's work: a piece receives the keys of all that lies before it, so the first receives none. If that cannot balance,
 since early tokens of very long ones leave no room, they are cut in pairs of an early and a late block.
 
-Then ranks with too much work swap late tokens against early ones of ranks with too little. At last the slowest rank
-does so: one that receives many keys, or holds two pieces of a document, gets somewhat less work. Work is counted in
-pairs of a query and a key that it sees. Kernels compute tiles of queries, so long documents are cut, and swaps made,
-between tiles where that is possible: a tile that is cut is computed twice. Plain numpy and Python: milliseconds.
+Then ranks with too much work trade with ranks that have too little: whole documents for several shorter ones, or late
+tokens for early ones, whichever wins most for the keys that it costs. At last the slowest rank does so: one that
+receives many keys, or holds two pieces of a document, gets somewhat less work. Work is counted in pairs of a query and
+a key that it sees. Kernels compute tiles of queries, so long documents are cut, and trades made, between tiles where
+that is possible: a tile that is cut is computed twice. Plain numpy and Python: milliseconds.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import combinations, pairwise
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,14 +29,49 @@ GROUPS = 8  # of short neighbours, that fill a rank
 KEY = 256  # pairs that take as long as to receive a key and to return its gradient, with four query heads a key head
 START = 1_000_000  # and before the first key is received
 TWICE = 2_400_000  # and as long as a second pass over keys that two pieces of a document see
-GOAL = 1.01  # the work of the busiest rank over the mean, and the time of the slowest, at which swapping stops
+GOAL = 1.01  # the work of the busiest rank over the mean, and the time of the slowest, at which trading stops
 AT_MOST = 1.02  # the work of the busiest rank over the mean
 MOST = 1.012  # the work of a rank over the mean that it may have in order to be as slow as others
-SWAPS, PARTNERS = 16, 8  # for work: swaps a rank, and ranks to swap with, at most
-LAST, NEAR = 2, 5  # the same for time
-TRIED = (3, 8)  # ranges of each that are tried, at most: more if no swap of fewer wins anything
+TRADES, LAST = 16, 2  # a rank, at most: for work, and then for time
+BEYOND = 0.48  # of what a document's last tile computes beyond its end counts as work
 TILE, TILES = 128, 32  # queries that a kernel computes at once, and from how many tiles a rank on that counts
 Range = tuple[int, int]
+
+
+class Try(NamedTuple):
+    """How a trade is found."""
+
+    partners: int  # ranks to trade with, at most
+    ranges: int  # of each rank: the densest of one, the lightest of the other
+    whole: int  # trades of whole ranges that are counted exactly: those that look best
+    parts: int  # and of parts
+    least: float  # of the work that is wanted: the least that a trade wins
+    weight: float = 1.0  # of what both ranks lose beside their work
+
+
+FOR_WORK = Try(8, 4, 2, 3, 0.5), Try(8, 8, 8, 12, 0.5, 0.0)  # the second if the first finds none
+FOR_TIME = Try(5, 3, 2, 4, 0.02)
+WHOLE, MANY = 2, 6  # whole ranges that are given for one, at most, of the densest ones
+
+
+class Trade(NamedTuple):
+    """Tokens of one rank, the end of `give` or all of it, for whole ranges of another and the first `n` of `take`."""
+
+    moved: float  # work
+    given: Range
+    give: Range
+    ranges: tuple[Range, ...]
+    take: Range
+    n: int
+
+
+class After(NamedTuple):
+    """What two ranks hold after a trade, the work that it moved, what its cuts cost, and what both lose beside work."""
+
+    held: tuple[list[Range], list[Range]]
+    moved: float
+    torn: int
+    delays: tuple[int, int]
 
 
 class Deal:
@@ -54,7 +91,9 @@ class Deal:
         self.tokens, self.work = total // ranks, max(1.0, float(pairs.sum()) / ranks)
         self.room, self.load = [self.tokens] * ranks, [0.0] * ranks
         self.held: list[list[Range]] = [[] for _ in range(ranks)]
+        self.lost = [0] * ranks  # what each rank's ranges cost beside their work
         self.densities: dict[Range, float] = {}
+        self.facts: dict[Range, tuple[int, int, int, int]] = {}
         self.late: list[Range] = []  # what did not fit where it should go
 
     def below(self, at: int) -> int:
@@ -129,124 +168,146 @@ class Deal:
         return max(self.load) / self.work
 
     def repair(self) -> None:
-        """Swap between the busiest rank and one of the least busy ones, until all have nearly equal work."""
-        for _ in range(SWAPS * self.ranks):
+        """Trade between the busiest rank and one of the least busy ones, until all have nearly equal work."""
+        for _ in range(TRADES * self.ranks):
             order = sorted(range(self.ranks), key=self.load.__getitem__)
             high = order.pop()
             if self.load[high] <= GOAL * self.work:
                 return
-            if not any(self.swap(high, low, tried) for tried in TRIED for low in order[:PARTNERS]):
+            if not any(self.relieve(high, low, how) for how in FOR_WORK for low in order[: how.partners]):
                 return
 
     def even_out(self) -> None:
-        """Swap between the slowest rank and one of the fastest, until all take nearly equal times."""
-        delays = [self.delay(ranges) for ranges in self.held]
+        """Trade between the slowest rank and one of the fastest, until all take nearly equal times."""
+        self.lost = [self.delay(ranges)[0] for ranges in self.held]
         for _ in range(LAST * self.ranks):
-            times = [load + delay for load, delay in zip(self.load, delays, strict=True)]
+            times = [load + lost for load, lost in zip(self.load, self.lost, strict=True)]
             order = sorted(range(self.ranks), key=times.__getitem__)
             high = order.pop()
             if times[high] <= GOAL * sum(times) / self.ranks:
                 return
-            if not any(self.hasten(high, low, times, delays) for low in order[:NEAR]):
+            if not any(self.hasten(high, low, times) for low in order[: FOR_TIME.partners]):
                 return
+
+    def relieve(self, high: int, low: int, how: Try) -> bool:
+        """Make the trade that wins most work, less what both ranks lose by it; False if there is none."""
+        want = min(self.load[high] - self.work, self.work - self.load[low])
+        if want <= 0:
+            return False
+        before = self.delay(self.held[high])[0] + self.delay(self.held[low])[0]
+
+        def won(after: After) -> float:
+            return min(after.moved, 2 * want - after.moved) - after.torn - how.weight * (sum(after.delays) - before)
+
+        best = max(self.trades(high, low, how, want), key=won, default=None)
+        return best is not None and self.make(high, low, best)
+
+    def hasten(self, high: int, low: int, times: list[float]) -> bool:
+        """Make the trade after which the slower of both ranks is fastest, and faster than now; False if none is so."""
+        room = MOST * self.work - self.load[low]
+        want = min((times[high] - times[low]) / 2, room)
+        if want <= 0:
+            return False
+
+        def slower(after: After) -> float:
+            (d1, d2), moved = after.delays, after.moved
+            return after.torn + max(self.load[high] - moved + d1, self.load[low] + moved + d2)
+
+        fitting = (x for x in self.trades(high, low, FOR_TIME, want) if x.moved <= room)
+        best = min(fitting, key=slower, default=None)
+        return best is not None and slower(best) < 0.998 * times[high] and self.make(high, low, best)
+
+    def make(self, high: int, low: int, after: After) -> bool:
+        self.held[high], self.held[low] = after.held
+        self.lost[high], self.lost[low] = after.delays
+        self.load[high] -= after.moved
+        self.load[low] += after.moved
+        return True
+
+    def trades(self, high: int, low: int, how: Try, want: float) -> Iterator[After]:
+        """Trades that move about as much work as is wanted for few keys, and after which no rank receives too many."""
+        dense, light = (sorted(self.held[rank], key=self.density) for rank in (high, low))
+        few, reach = dense[-how.ranges :], self.reach(self.held[low])
+
+        def off(trade: Trade) -> float:
+            start = self.fact(trade.given)[0]
+            return abs(trade.moved - want) + KEY * max(0, trade.given[0] - reach.get(start, start))
+
+        def best(ways: Iterable[Trade], count: int) -> list[Trade]:
+            useful = [x for x in ways if min(x.moved, 2 * want - x.moved) >= how.least * want]
+            return sorted(useful, key=off)[:count]
+
+        whole, parts = self.whole(few, light, want), self.parts(few, light[: how.ranges], want)
+        for moved, given, give, ranges, take, n in (*best(whole, how.whole), *best(parts, how.parts)):
+            highs = without(self.held[high], give, (give[0], given[0]), *ranges, (take[0], take[0] + n))
+            lows = [x for x in without(self.held[low], take, (take[0] + n, take[1]), given) if x not in ranges]
+            (d1, keys1), (d2, keys2) = self.delay(highs), self.delay(lows)
+            if max(keys1, keys2) <= self.most:
+                yield After((highs, lows), moved, max(self.torn(given[0]), self.torn(take[0] + n)), (d1, d2))
+
+    def parts(self, dense: list[Range], light: list[Range], want: float) -> Iterator[Trade]:
+        """The end of a range for the start of another."""
+        for give in dense:
+            for take in light:
+                n, moved = self.exchanged(give, take, want)
+                yield Trade(moved, (give[1] - n, give[1]), give, (), take, n)
+
+    def whole(self, dense: list[Range], light: list[Range], want: float) -> Iterator[Trade]:
+        """A whole range for whole ones, and for the start of the lightest other one that is long enough."""
+        work = {x: self.below(x[1]) - self.below(x[0]) for x in (*dense, *light)}
+        sets = [x for count in range(WHOLE + 1) for x in combinations(light[-MANY:], count)]
+        sizes = [(ranges, sum(b - a for a, b in ranges), sum(work[x] for x in ranges)) for ranges in sets]
+        for give in dense:
+            for ranges, tokens, less in sizes:
+                n, moved = give[1] - give[0] - tokens, work[give] - less
+                if n >= 0 and 0.3 * want < moved < 2.5 * want:
+                    take = next((x for x in light if x[1] - x[0] >= n and x not in ranges), None)
+                    if take is not None:
+                        moved -= self.below(take[0] + n) - self.below(take[0])
+                        yield Trade(moved, give, give, ranges, take, n)
 
     def density(self, tokens: Range) -> float:
         if tokens not in self.densities:
             self.densities[tokens] = (self.below(tokens[1]) - self.below(tokens[0])) / (tokens[1] - tokens[0])
         return self.densities[tokens]
 
-    def received(self, ranges: list[Range]) -> tuple[dict[int, int], int]:
-        """Up to where these ranges see documents that began elsewhere, by their first tokens, and how many of those
-        keys they lack.
+    def fact(self, tokens: Range) -> tuple[int, int, int, int]:
+        """Of a range: where its first document begins, its first and last document, and the work that needs no others'
+        keys.
         """
-        starts, places = self.lists[0], []
-        reach: dict[int, int] = {}
-        for a, b in ranges:
-            start = starts[bisect_right(starts, a) - 1]
-            places.append((start, a, b))
-            if a > reach.get(start, start):
-                reach[start] = a
-        own = sum([min(b, reach[start]) - a for start, a, b in places if a < reach.get(start, start)])
-        return reach, sum(reach.values()) - sum(reach) - own
+        if tokens not in self.facts:
+            (a, b), (starts, lengths) = tokens, self.lists
+            first, last = self.document(a), self.document(b - 1)
+            start = starts[first]
+            home = self.below(b) - self.below(a if a == start else min(b, start + lengths[first]))
+            self.facts[tokens] = start, first, last, home
+        return self.facts[tokens]
 
-    def delay(self, ranges: list[Range]) -> int:
-        """The pairs that take as long as what these ranges cost beside their own.
+    def delay(self, ranges: list[Range]) -> tuple[int, int]:
+        """The pairs that take as long as what these ranges cost beside their own, and the keys that they receive.
 
         Forward, a quarter of the time, a rank waits for keys when it has computed what needs none.
         """
-        keys, (starts, lengths) = self.received(ranges)[1], self.lists
+        reach, home = self.reach(ranges), 0
         documents: list[int] = []  # of the ends of ranges
-        home = 0
-        for a, b in ranges:
-            first, last = self.document(a), self.document(b - 1)
-            documents += {first, last}
-            home += self.below(b) - self.below(a if a == starts[first] else min(b, starts[first] + lengths[first]))
-        waits = max(0, START + KEY // 2 * keys - home // 4) if keys else 0
-        return KEY * keys + TWICE * (len({*documents}) < len(documents)) + waits
+        keys = sum(reach.values()) - sum(reach)
+        for x in ranges:
+            start, first, last, alone = self.fact(x)
+            home += alone
+            documents += (first,) if first == last else (first, last)
+            if reach and x[0] < reach.get(start, start):
+                keys -= min(x[1], reach[start]) - x[0]
+        twice = TWICE * (len({*documents}) < len(documents))
+        return (KEY * keys + twice + max(0, START + KEY // 2 * keys - home // 4) if keys else twice), keys
 
-    def swaps(self, high: int, low: int, tried: int, want: float) -> Iterator[tuple[Range, Range, int, float, int]]:
-        """Late tokens of one rank and as many early ones of another: of which ranges, how many, the work that this
-        moves, and what both ranks' cuts cost.
-        """
-        takers = sorted(self.held[low], key=self.density)[:tried]
-        for give in sorted(self.held[high], key=self.density)[-tried:]:
-            for take in takers:
-                n, moved = self.exchanged(give, take, want)
-                if moved > 0.02 * want:
-                    yield give, take, n, moved, max(self.torn(give[1] - n), self.torn(take[0] + n))
-
-    def after(self, high: int, low: int, give: Range, take: Range, n: int) -> tuple[list[Range], list[Range]]:
-        """What both ranks hold after a swap."""
-        highs = without(self.held[high], give, (give[0], give[1] - n), (take[0], take[0] + n))
-        return highs, without(self.held[low], take, (take[0] + n, take[1]), (give[1] - n, give[1]))
-
-    def swap(self, high: int, low: int, tried: int) -> bool:
-        """Make the swap that wins most, for the fewest keys that both ranks receive more; False if none does."""
-        want = min(self.load[high] - self.work, self.work - self.load[low])
-        if want <= 0:
-            return False
-        (reach_high, has_high), (reach_low, has_low) = self.received(self.held[high]), self.received(self.held[low])
-        best: tuple[float, list[Range], list[Range], float] | None = None
-        for give, take, n, moved, torn in self.swaps(high, low, tried, want):
-            more_low, more_high = self.more(give[1] - n, reach_low), self.more(take[0], reach_high)
-            score = (moved - torn) / want - (more_low + more_high) / self.longest
-            if best is None or score > best[0]:
-                highs, lows = self.after(high, low, give, take, n)
-                if self.fits(highs, has_high + more_high) and self.fits(lows, has_low + more_low):
-                    best = score, highs, lows, moved
-        if best is None:
-            return False
-        _, self.held[high], self.held[low], moved = best
-        self.load[high] -= moved
-        self.load[low] += moved
-        return True
-
-    def hasten(self, high: int, low: int, times: list[float], delays: list[int]) -> bool:
-        """Make the swap after which the slower of both ranks is fastest, and faster than now; False if none is so."""
-        room = MOST * self.work - self.load[low]
-        want, best = min((times[high] - times[low]) / 2, room), 0.998 * times[high]
-        chosen: tuple[list[Range], list[Range], float, tuple[int, int]] | None = None
-        for give, take, n, moved, torn in self.swaps(high, low, TRIED[0], want) if want > 0 else ():
-            highs, lows = self.after(high, low, give, take, n)
-            both = self.delay(highs), self.delay(lows)
-            slower = torn + max(self.load[high] - moved + both[0], self.load[low] + moved + both[1])
-            if slower < best and moved <= room and max(both) <= TWICE + KEY * self.most:
-                best, chosen = slower, (highs, lows, moved, both)
-        if chosen is None:
-            return False
-        self.held[high], self.held[low], moved, (delays[high], delays[low]) = chosen
-        self.load[high] -= moved
-        self.load[low] += moved
-        return True
-
-    def fits(self, ranges: list[Range], most: int) -> bool:
-        """Whether these ranges, which receive at most so many keys, receive no more than a rank may."""
-        return most <= self.most or self.received(ranges)[1] <= self.most
-
-    def more(self, start: int, reach: dict[int, int]) -> int:
-        """How many more keys a rank receives with a range that begins at `start`."""
-        first = self.lists[0][self.document(start)]
-        return max(0, start - reach.get(first, first))
+    def reach(self, ranges: list[Range]) -> dict[int, int]:
+        """Up to where these ranges see documents that began before them, by their first tokens."""
+        reach: dict[int, int] = {}
+        for x in ranges:
+            start = self.fact(x)[0]
+            if x[0] > reach.get(start, start):
+                reach[start] = x[0]
+        return reach
 
     def exchanged(self, give: Range, take: Range, want: float) -> tuple[int, float]:
         """How many tokens at the end of `give` and the start of `take` to exchange, and the work that this moves."""
@@ -288,9 +349,9 @@ class InPairs(Deal):
 
 
 def in_tiles(work: Work, edges: np.ndarray, tile: int) -> Work:
-    """The same work, and half of what each document's last tile computes beyond its end: some tiles are smaller."""
+    """The same work, and a part of what each document's last tile computes beyond its end: some tiles are smaller."""
     ends = edges[1:]
-    beyond = (-np.diff(edges) % tile) * (work.below(ends) - work.below(ends - 1)) // 2
+    beyond = (BEYOND * (-np.diff(edges) % tile) * (work.below(ends) - work.below(ends - 1))).astype(np.int64)
     return work._replace(
         before=work.before + np.append(0, np.cumsum(beyond))[np.searchsorted(ends, work.edges, "right")]
     )

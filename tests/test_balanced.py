@@ -83,7 +83,7 @@ def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
             waits.append(max(0, 1e6 + 128 * keys[-1] - home.sum() / 4) * (keys[-1] > 0))
         times = work + 256 * np.array(keys) + np.array(waits) + 2.4e6 * np.array(twice)
         slowest.append(times.max() / work.mean())
-    assert np.mean(slowest) <= {8: 1.09, 16: 1.12, 64: 1.19}[ranks]
+    assert np.mean(slowest) <= {8: 1.085, 16: 1.105, 64: 1.15}[ranks]
     assert np.mean(count) <= 12 and whole <= computed <= 1.006 * whole
 
 
