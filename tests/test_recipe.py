@@ -80,7 +80,7 @@ def test_kernels_for_packed_documents_are_for_one_device_and_the_same_documents_
     assert kinds == [kind]
 
 
-@pytest.mark.parametrize("slower, heads, once", [(0.8, 64, 8), (1, 64, 7), (1, 32, 5), (100, 64, 0)])
+@pytest.mark.parametrize("slower, heads, once", [(1, 64, 8), (2, 64, 7), (2, 32, 4), (100, 64, 0)])
 def test_queries_are_visited_once_unless_a_rank_would_wait_longer_for_their_keys(slower, heads, once, monkeypatch):
     """Ranks that hold hardly any documents of their own have nothing to hide the transfer, and visit them once too."""
     kernel = SimpleNamespace(load=lambda: SimpleNamespace(once=True, parted=False))
