@@ -6,8 +6,9 @@ on every rank. So no host waits, and nothing can deadlock, even if both streams 
 
 A copy over a link takes no multiprocessor, but a copy within a GPU does: it would wait until a kernel that fills all of
 them releases some. So work that is launched after a move starts when the first batches of the move, as many as it has
-slots, are in their slots (and the rest of earlier moves). Kernels whose blocks come and go let a copy start soon, and
-are launched first. Beside those, several small copies over links are a kernel too (copies.py), from all ranks at once.
+slots, are in their slots (and the rest of earlier moves). Kernels whose blocks come and go are launched first. Beside
+those, copies into slots are a kernel (copies.py), which starts soon, while the driver's would start when the other
+kernel has ended; and so are several small copies over links, from all ranks at once.
 """
 
 import sys

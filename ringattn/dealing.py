@@ -49,9 +49,22 @@ class Try(NamedTuple):
     weight: float = 1.0  # of what both ranks lose beside their work
 
 
-FOR_WORK = Try(8, 4, 2, 3, 0.5), Try(8, 8, 8, 12, 0.5, 0.0)  # the second if the first finds none
-FOR_TIME = Try(5, 3, 2, 4, 0.02)
+FOR_WORK = (
+    Try(partners=8, ranges=4, whole=2, parts=3, least=0.5),
+    Try(partners=8, ranges=8, whole=8, parts=12, least=0.5, weight=0.0),  # if the first finds none
+)
+FOR_TIME = Try(partners=5, ranges=3, whole=2, parts=4, least=0.02)
 WHOLE, MANY = 2, 6  # whole ranges that are given for one, at most, of the densest ones
+
+
+class Fact(NamedTuple):
+    """What is known of a range."""
+
+    start: int  # of its first document
+    first: int  # document
+    last: int
+    work: int
+    home: int  # the work that needs no keys of other ranges
 
 
 class Trade(NamedTuple):
@@ -92,8 +105,7 @@ class Deal:
         self.room, self.load = [self.tokens] * ranks, [0.0] * ranks
         self.held: list[list[Range]] = [[] for _ in range(ranks)]
         self.lost = [0] * ranks  # what each rank's ranges cost beside their work
-        self.densities: dict[Range, float] = {}
-        self.facts: dict[Range, tuple[int, int, int, int]] = {}
+        self.facts: dict[Range, Fact] = {}
         self.late: list[Range] = []  # what did not fit where it should go
 
     def below(self, at: int) -> int:
@@ -230,7 +242,7 @@ class Deal:
         few, reach = dense[-how.ranges :], self.reach(self.held[low])
 
         def off(trade: Trade) -> float:
-            start = self.fact(trade.given)[0]
+            start = self.fact(trade.given).start
             return abs(trade.moved - want) + KEY * max(0, trade.given[0] - reach.get(start, start))
 
         def best(ways: Iterable[Trade], count: int) -> list[Trade]:
@@ -254,12 +266,11 @@ class Deal:
 
     def whole(self, dense: list[Range], light: list[Range], want: float) -> Iterator[Trade]:
         """A whole range for whole ones, and for the start of the lightest other one that is long enough."""
-        work = {x: self.below(x[1]) - self.below(x[0]) for x in (*dense, *light)}
         sets = [x for count in range(WHOLE + 1) for x in combinations(light[-MANY:], count)]
-        sizes = [(ranges, sum(b - a for a, b in ranges), sum(work[x] for x in ranges)) for ranges in sets]
+        sizes = [(ranges, sum(b - a for a, b in ranges), sum(self.fact(x).work for x in ranges)) for ranges in sets]
         for give in dense:
             for ranges, tokens, less in sizes:
-                n, moved = give[1] - give[0] - tokens, work[give] - less
+                n, moved = give[1] - give[0] - tokens, self.fact(give).work - less
                 if n >= 0 and 0.3 * want < moved < 2.5 * want:
                     take = next((x for x in light if x[1] - x[0] >= n and x not in ranges), None)
                     if take is not None:
@@ -267,20 +278,15 @@ class Deal:
                         yield Trade(moved, give, give, ranges, take, n)
 
     def density(self, tokens: Range) -> float:
-        if tokens not in self.densities:
-            self.densities[tokens] = (self.below(tokens[1]) - self.below(tokens[0])) / (tokens[1] - tokens[0])
-        return self.densities[tokens]
+        return self.fact(tokens).work / (tokens[1] - tokens[0])
 
-    def fact(self, tokens: Range) -> tuple[int, int, int, int]:
-        """Of a range: where its first document begins, its first and last document, and the work that needs no others'
-        keys.
-        """
+    def fact(self, tokens: Range) -> Fact:
         if tokens not in self.facts:
             (a, b), (starts, lengths) = tokens, self.lists
             first, last = self.document(a), self.document(b - 1)
-            start = starts[first]
-            home = self.below(b) - self.below(a if a == start else min(b, start + lengths[first]))
-            self.facts[tokens] = start, first, last, home
+            start, before, after = starts[first], self.below(a), self.below(b)
+            home = after - (before if a == start else self.below(min(b, start + lengths[first])))
+            self.facts[tokens] = Fact(start, first, last, after - before, home)
         return self.facts[tokens]
 
     def delay(self, ranges: list[Range]) -> tuple[int, int]:
@@ -292,7 +298,7 @@ class Deal:
         documents: list[int] = []  # of the ends of ranges
         keys = sum(reach.values()) - sum(reach)
         for x in ranges:
-            start, first, last, alone = self.fact(x)
+            start, first, last, _, alone = self.fact(x)
             home += alone
             documents += (first,) if first == last else (first, last)
             if reach and x[0] < reach.get(start, start):
@@ -304,7 +310,7 @@ class Deal:
         """Up to where these ranges see documents that began before them, by their first tokens."""
         reach: dict[int, int] = {}
         for x in ranges:
-            start = self.fact(x)[0]
+            start = self.fact(x).start
             if x[0] > reach.get(start, start):
                 reach[start] = x[0]
         return reach
