@@ -162,7 +162,10 @@ def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
 def keeps(plan: Plan, each: Sizes, steps: Course) -> bool:
     """Whether the keys that arrive are here since forward: `Recipe.keeps`, of a plan for documents."""
     two = len(steps.passed) == 2 and not steps.passed.any()
-    return two and plan.docs is not None and each.kernel == "fa4" and plan.tokens.shard_len <= BESIDE
+    if not (two and plan.docs is not None and each.kernel == "fa4"):
+        return False
+    held = plan.tokens.shard_len
+    return held <= BESIDE or int((steps.near + steps.far)[:, 1].max()) < held
 
 
 def telling(sizes: np.ndarray) -> list[int]:

@@ -24,7 +24,7 @@ from ringattn.schedule import Only, Round, Schedule, Step, joined, places
 from ringattn.spec import AttentionSpec, Docs
 
 LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
-BESIDE = 32768  # queries of a rank: a backward step of more runs beside none, since a stream's memory is its own
+BESIDE = 32768  # queries of a rank: backward steps of more run in turn, since a second stream's memory is its own
 
 
 class Sight:
@@ -156,9 +156,12 @@ class Recipe:
         """Whether forward keeps the keys that arrive for backward: on all ranks, or on none.
 
         Of packed documents few arrive, all in one step. Backward then waits for nothing, and gradients return while a
-        rank's own documents are computed.
+        rank's own documents are computed. Long ranks keep no more keys than they hold.
         """
-        if not (self.keep and self.gradients and self.packed) or self.plan.tokens.shard_len > BESIDE:
+        if not (self.keep and self.gradients and self.packed):
+            return False
+        held = self.plan.tokens.shard_len
+        if held > BESIDE and schedule_of(self.mask).arriving >= held:
             return False
         rounds = self.rounds(self.room)
         kernels = self.forward.kernel.load(), self.kernel(rounds, backward=True).load()
@@ -236,8 +239,9 @@ class Recipe:
     def in_backward(self, steps: Sequence[Step], parted: bool) -> tuple[Step, ...]:
         """A round's steps in their order; the halves of home have half of the heads each."""
         home, *others = steps
-        if home.only:  # it runs beside the other step
-            return tuple(steps)
+        if home.only:  # it runs beside the other step, or after it
+            in_turn = self.keeps and self.plan.tokens.shard_len > BESIDE
+            return (*others, home) if in_turn else tuple(steps)
         heads, kv_heads = self.heads
         half = kv_heads // 2
         halves = self.plan.tokens.shard_len >= LONG and bool(half and home.where) and not self.keeps

@@ -239,6 +239,11 @@ class Schedule:
         cell, begin, end = self.parts
         return np.bincount(cell, end - begin, self.ring**2).astype(np.int64).reshape(self.ring, self.ring)
 
+    @cached_property
+    def arriving(self) -> int:
+        """The most tokens that a rank reads of other ranks' blocks."""
+        return int((self.read.sum(1) - self.read.diagonal()).max())
+
     def before(self, reader: int, block: int, company: Sequence[int]) -> tuple[int, ...]:
         """How many tokens each set of ranges has that the block's holder shows before the one of this reader."""
         sets = dict.fromkeys(self.ranges(r, block) for r in company)

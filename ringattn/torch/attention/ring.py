@@ -87,23 +87,33 @@ def backward_once(
 ) -> Sequence[Total]:  # fmt: skip
     """`of_round` in two steps of which no query has keys in both; the keys of the second perhaps `came` in forward.
 
-    The second begins as soon as its keys are here, and its gradients return while the first fills what it leaves.
+    The second begins as soon as its keys are here, and its gradients return while the first fills what it leaves. Or
+    it comes first, and its gradients return during the other.
     """
-    (home, other), kernel = steps, score.once
+    (home, other), kernel = sorted(steps, key=lambda step: bool(step.brought)), score.once
     assert kernel  # the recipe asked
-    into, sums, aside = q.new_empty(q.shape), Home(axis, narrow, score.kernel.fills, *held), Aside(q.device)
+    into, sums = q.new_empty(q.shape), Home(axis, narrow, score.kernel.fills, *held)
     room, trip = (came, NOTHING) if came else room_for(other, *held)
-    with axis.sharing(*trip, "keys of step 2 of 2, backward", score.kernel.fills) as coming:
-        grads = kernel.backward((q, *held), home.where, rows, into) if home.where else NONE[1:]
-    sums.send(home, grads, "gradients of step 1 of 2", EVERY[1])
-    with aside:
-        if not came:
-            axis.after_sends()
-            place_own(other, room, held)
-        coming.wait()
-        grads = kernel.backward((q, *room), other.where, rows, into)
-        sums.send(other, grads, "gradients of step 2 of 2", EVERY[1])
-    aside.join()
+
+    def grads_of(step: Step, keys: Sequence[Tensor], number: int) -> Sequence[Any]:
+        grads = kernel.backward((q, *keys), step.where, rows, into) if step.where else NONE[1:]
+        sums.send(step, grads, f"gradients of step {number} of 2", EVERY[1])
+        return grads
+
+    if steps[0] is other:
+        grads = grads_of(other, room, 1)
+        grads_of(home, held, 2)
+    else:
+        aside = Aside(q.device)
+        with axis.sharing(*trip, "keys of step 2 of 2, backward", score.kernel.fills) as coming:
+            grads_of(home, held, 1)
+        with aside:
+            if not came:
+                axis.after_sends()
+                place_own(other, room, held)
+            coming.wait()
+            grads = grads_of(other, room, 2)
+        aside.join()
     sums.keep(other, grads)
     sums.settle(last=True)
     kernel.clear(into, [step.where for step in steps if step.where])
