@@ -212,8 +212,8 @@ def test_missing_numbers_and_files_are_named(tmp_path):
 def test_choices_for_two_h100s_are_the_fastest_measured_candidates(monkeypatch):
     """Within 5% in all settings of `ringattn bench plans`; of single calls 9 in 10 are predicted within 15%.
 
-    The memory of a choice is within 10%, and that of every candidate of kernels whose memory is known within 4.5%
-    (documents were dealt in another way when it was measured): what cuDNN takes for some shapes is not.
+    The memory of a choice is within 10%, and that of every candidate of kernels whose memory is known within 4%: what
+    cuDNN takes for some shapes is not.
     """
     monkeypatch.setattr(candidates, "chosen", lambda problem, plan, backward: plan.kernel)  # also if not installed here
     monkeypatch.setattr(choosing, "kernel_report", lambda *given: [])
@@ -233,7 +233,7 @@ def test_choices_for_two_h100s_are_the_fastest_measured_candidates(monkeypatch):
         candidates_of = json.loads(plan.explain(json=True))["candidates"]
         for each in candidates_of:
             if (peak := peaks.get((word, each["strategy"], each["layout"]))) and setting.kernel != "cudnn":
-                assert abs(each["memory"] / peak - 1) < 0.045, (word, each)
+                assert abs(each["memory"] / peak - 1) < 0.04, (word, each)
         choice = candidates_of[0]
         assert abs(choice["memory"] / peaks[word, choice["strategy"], choice["layout"]] - 1) < 0.1, word
         way, seconds = (choice["strategy"], choice["layout"]), 0.0
