@@ -87,8 +87,8 @@ def backward_once(
 ) -> Sequence[Total]:  # fmt: skip
     """`of_round` in two steps of which no query has keys in both; the keys of the second perhaps `came` in forward.
 
-    The second begins as soon as its keys are here, and its gradients return while the first fills what it leaves. Or
-    it comes first, and its gradients return during the other.
+    The second begins as soon as its keys are here, and its gradients return while the first fills what it leaves. If
+    they run in turn, the recipe puts it first, and its gradients return during the other.
     """
     (home, other), kernel = sorted(steps, key=lambda step: bool(step.brought)), score.once
     assert kernel  # the recipe asked
