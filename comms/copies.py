@@ -24,8 +24,8 @@ def copy_kernel(copies, N: tl.constexpr, WORDS: tl.constexpr):
     program, n, first = tl.program_id(0), tl.num_programs(0), 0
     for i in tl.static_range(N):
         end = copies[4 * i + 3] // 16
-        to = tl.multiple_of(copies[4 * i].to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
-        source = tl.multiple_of(copies[4 * i + 1].to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
+        to = tl.multiple_of(copies[4 * i].to(tl.pointer_type(tl.int64)), 16)
+        source = tl.multiple_of(copies[4 * i + 1].to(tl.pointer_type(tl.int64)), 16)
         words = copies[4 * i + 2] // 16 * 2  # two words at once
         chunk = first + (program - first % n + n) % n
         while chunk < end:

@@ -372,6 +372,8 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
         sent[0] += (forward := axis.sent) - began
         back(results, plan.shard(dout), None if dlse is None else plan.shard(dlse))
         sent[1] += axis.sent - forward
+        (first, *_), *_ = [each.steps for each in next(iter(plan.calls.values())).recipe.backward.rounds]
+        assert not first.only or bool(first.brought) == (long and kept), "long ranks: pieces first"
         return [plan.unshard(x) for x in (results[0], *(x.grad for x in own))]
 
     for results in run_ranks(one_rank, ring=ring, device=like.device.type):

@@ -90,7 +90,8 @@ def backward_once(
     The second begins as soon as its keys are here, and its gradients return while the first fills what it leaves. If
     they run in turn, the recipe puts it first, and its gradients return during the other.
     """
-    (home, other), kernel = sorted(steps, key=lambda step: bool(step.brought)), score.once
+    home, other = steps if steps[1].brought else steps[::-1]
+    kernel = score.once
     assert kernel  # the recipe asked
     into, sums = q.new_empty(q.shape), Home(axis, narrow, score.kernel.fills, *held)
     room, trip = (came, NOTHING) if came else room_for(other, *held)
