@@ -155,8 +155,8 @@ class Recipe:
     def keeps(self) -> bool:
         """Whether forward keeps the keys that arrive for backward: on all ranks, or on none.
 
-        Of packed documents few arrive, all in one step. Backward then waits for nothing, and gradients return while a
-        rank's own documents are computed. Long ranks keep no more keys than they hold.
+        Of packed documents and windows few arrive, all in one step. Backward then waits for nothing, and gradients
+        return while queries that see only own keys are computed. Long ranks keep no more keys than they hold.
         """
         if not (self.keep and self.gradients and self.packed):
             return False
@@ -210,11 +210,11 @@ class Recipe:
 
     @property
     def packed(self) -> bool:
-        """Whether all queries are one batch row of documents."""
-        return self.mask.docs is not None and self.shape.batch == 1 and not self.gathers
+        """Whether few queries see keys that arrive, and those may see own keys beside them."""
+        return is_packed(self.mask.spec, self.mask.docs, self.shape.batch) and not self.gathers
 
     def in_two_steps(self, rounds: Sequence[Round]) -> bool:
-        """Whether packed documents see own keys in a first step, and all others in a second."""
+        """Whether queries see own keys in a first step, and all others in a second."""
         home, *others = rounds[0].steps
         two = self.packed and len(rounds) == len(others) == 1 and bool(home.sources and others[0].sources)
         return two and all(r.step == 1 for r in home.keys)
@@ -347,6 +347,11 @@ class Recipe:
                     )
                     yield f"  round {i}: holds {amount(held.kept)} of block {held.held}{hop}"
                 yield from (f"    step {j}: {line_of(step)}" for j, step in enumerate(held.steps, start=1))
+
+
+def is_packed(spec: AttentionSpec, docs: Docs | None, batch: int) -> bool:
+    """Whether queries are one batch row of documents, or of a window: in most layouts few of them see other ranks' keys."""
+    return batch == 1 and (docs is not None or (isinstance(spec.window, int) and not spec.first))
 
 
 def backward_order(home: Any, others: Sequence[Any], parted: bool, halves: bool) -> list[Any]:

@@ -317,16 +317,20 @@ def test_a_backward_pass_of_pieces_of_documents_takes_packed_sequences(fa4_here)
 
 
 def seen_by_pieces(seed: int, tokens: int) -> dict[str, Any]:
-    """Random documents dealt to ranks; or, every seventh time, queries that see none of their own rank's keys."""
+    """Random documents dealt to ranks; or, every eighth time, one sequence with a window; or queries that see none of
+    their own rank's keys.
+    """
+    window = ra.AttentionSpec(window=tokens // 20, softcap=3.0)
+    if seed % 8 == 7:
+        return {"spec": window, "layout": "zigzag" if seed % 3 else "contiguous"}
     if seed % 7 == 6:
         low, half = (0, tokens // 4), (tokens // 2, tokens)
         slices = [low, (tokens // 4, tokens // 2), half], [low, half, half], ["causal", "full", "full"]
-        return {"mask": ra.Mask.from_slices(*slices, tokens)}
+        return {"mask": ra.Mask.from_slices(*slices, tokens), "layout": "contiguous"}
     rng = np.random.default_rng(seed)
-    window = ra.AttentionSpec(window=tokens // 20, softcap=3.0)
     spec = [ra.AttentionSpec(), ra.AttentionSpec(causal=False), window][seed % 3]
     lengths = rng.multinomial(tokens - 12, rng.dirichlet(np.full(9, 0.6))).tolist()
-    return {"spec": spec, "docs": ra.Docs.from_lengths([*lengths, 5], pad_to=tokens)}
+    return {"spec": spec, "docs": ra.Docs.from_lengths([*lengths, 5], pad_to=tokens), "layout": "balanced"}
 
 
 def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.Tensor, near: float) -> None:
@@ -336,9 +340,9 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     """
     visits, asked = [], seen_by_pieces(seed, tokens)
     kept, sent = seed % 4 != 1, [0, 0]
-    dealt = "docs" in asked
-    long = dealt and seed % 3 == 2  # as if a second stream would take too much memory
-    ring = (2, 3, 4)[seed // 2 % 3] if dealt else 2
+    layout, slices = asked.pop("layout"), "mask" in asked
+    long = not slices and seed % 3 == 2  # as if a second stream would take too much memory
+    ring = 2 if slices else (2, 3, 4)[seed // 2 % 3]
     q, k, v, dout = (torch.randn(1, tokens, h, dim).to(like) for h in (4, 2, 2, 4))
     dlse = torch.randn(1, tokens, 4).to(like.device) if seed % 3 == 0 else None
     sinks = torch.randn(4).to(like) if seed % 2 else None
@@ -346,7 +350,7 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     truth = ra.attention(*leaves, **asked, sinks=None if sinks is None else sinks.double().cpu(), return_lse=True)
     back(truth, dout.double().cpu(), None if dlse is None else dlse.double().cpu())
     monkeypatch.setattr(import_module("ringattn.kernels.attention.libraries.thin"), "THIN", 0)
-    two = ring * (dealt and ring > 2)  # one of these, or none, visits queries twice
+    two = ring * (ring > 2)  # one of these, or none, visits queries twice
     late = property(lambda self: inf if not two or self.rank != seed % (two + 1) else -inf)
     monkeypatch.setattr(recipe.Recipe, "seconds_of_partials", late)
     monkeypatch.setattr(recipe, "LONG", 0 if seed % 2 else recipe.LONG)
@@ -362,7 +366,7 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
 
     def one_rank(mesh: object) -> list[torch.Tensor]:
         plan = ra.plan(
-            mesh, seq_len=tokens, strategy="ring", layout="balanced" if dealt else "contiguous", kernel="fa4",
+            mesh, seq_len=tokens, strategy="ring", layout=layout, kernel="fa4",
             transport=ra.Transport(together=ring), **asked,
         )  # fmt: skip
         own = [plan.shard(x).requires_grad_() for x in (q, k, v)]
@@ -394,14 +398,14 @@ def back(results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> None:
     torch.autograd.backward(results[: 1 + (dlse is not None)], [dout] if dlse is None else [dout, dlse])
 
 
-@pytest.mark.parametrize("seed", range(7))
-def test_a_balanced_layout_visits_each_query_once(fa4_here, monkeypatch, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_each_query_is_visited_once(fa4_here, monkeypatch, seed: int) -> None:
     visits_once(fa4_here(), monkeypatch, seed, 480, 16, torch.zeros(()), 1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(24))
-def test_a_balanced_layout_visits_each_query_once_on_a_gpu(monkeypatch, seed: int) -> None:
+def test_each_query_is_visited_once_on_a_gpu(monkeypatch, seed: int) -> None:
     like = torch.zeros((), device="cuda", dtype=torch.bfloat16)
     visits_once(needs_fa4(), monkeypatch, seed, 3000 + 97 * seed, (64, 128)[seed // 6 % 2], like, 8e-3)
 
