@@ -204,7 +204,7 @@ def of_round(
         coming = room(following)
         work = (steps.pairs[:, s] > 0) * (0.5 if halved and s == home else 1.0)
         tokens = work * (held if s == home else brought[:, s])
-        made = computed(live, each, steps, s, work * steps.held[0][:, s], tokens, n, dq)
+        made = computed(live, each, steps, s, work * steps.held[0][:, s], tokens, n, dq, here_before)
         shown = steps.held[1][:, s]
         travels = (s != home) * (brought[:, s] + shown > 0)
         if np.any(travels):
@@ -228,15 +228,20 @@ def of_round(
 
 
 def computed(
-    live: Live, each: Sizes, steps: Course, s: int, queries: np.ndarray, tokens: np.ndarray, n: int, dq: Parts
+    live: Live, each: Sizes, steps: Course, s: int, queries: np.ndarray, tokens: np.ndarray, n: int, dq: Parts,
+    once: bool,
 ) -> np.ndarray:  # fmt: skip
-    """A kernel's gradients of a step: the bytes of dk and dv. That of queries is a part of `dq`, but for our kernel."""
+    """A kernel's gradients of a step: the bytes of dk and dv. That of queries is a part of `dq`, but for our kernel.
+
+    `once`: FlashAttention-4 computes a step of few keys itself, since none of its queries is visited again.
+    """
     wide = tokens * each.kv * each.exact
     if each.own:
         live.take(wide)
         return wide
     few = 2 * steps.pairs[:, s] <= THIN * np.maximum(queries, 1)
     thin = few & (steps.near + steps.far > 0)[:, s] & (queries > 0) & (n >= CUT) & (each.kernel == "fa4")
+    thin &= not once
     of_queries = np.where(thin, n * each.q * each.exact, queries * each.q)
     made = np.where(thin, wide, tokens * each.kv)
     live.take(of_queries + made)
