@@ -94,7 +94,8 @@ def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, nar
     both, batch = shape.head_dim + shape.value_dim, shape.batch
     each = Sizes(
         batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item, batch * kv_heads * both * item,
-        batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item), grads, kv_heads >= 2, kernel, not narrow, packed,
+        batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item), grads, kv_heads >= 2, kernel, not narrow,
+        packed,
     )  # fmt: skip
     n, keys, local = plan.tokens.shard_len, plan.keys.tokens.shard_len, plan.local_len
     given: float = (
@@ -240,8 +241,8 @@ def computed(
         live.take(wide)
         return wide
     few = 2 * steps.pairs[:, s] <= THIN * np.maximum(queries, 1)
-    thin = few & (steps.near + steps.far > 0)[:, s] & (queries > 0) & (n >= CUT) & (each.kernel == "fa4")
-    thin &= not once
+    ours = each.kernel == "fa4" and n >= CUT and not once
+    thin = few & (steps.near + steps.far > 0)[:, s] & (queries > 0) & ours
     of_queries = np.where(thin, n * each.q * each.exact, queries * each.q)
     made = np.where(thin, wide, tokens * each.kv)
     live.take(of_queries + made)

@@ -210,7 +210,7 @@ class Recipe:
 
     @property
     def packed(self) -> bool:
-        """Whether few queries see keys that arrive, and those may see own keys beside them."""
+        """Whether few queries see keys that arrive: they may get own keys beside these."""
         return is_packed(self.mask.spec, self.mask.docs, self.shape.batch) and not self.gathers
 
     def in_two_steps(self, rounds: Sequence[Round]) -> bool:
@@ -350,7 +350,7 @@ class Recipe:
 
 
 def is_packed(spec: AttentionSpec, docs: Docs | None, batch: int) -> bool:
-    """Whether queries are one batch row of documents, or of a window: in most layouts few of them see other ranks' keys."""
+    """Whether few queries see other ranks' keys, in most layouts: those of one row of documents, or of a window."""
     return batch == 1 and (docs is not None or (isinstance(spec.window, int) and not spec.first))
 
 
