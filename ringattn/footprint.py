@@ -11,7 +11,7 @@ import numpy as np
 
 from ringattn.cost import Course, Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.planning import Plan
-from ringattn.recipe import BESIDE, LONG, backward_order
+from ringattn.recipe import LONG, are_kept, backward_order
 
 THIN, ROWS = 1024, 32  # FlashAttention-4 leaves steps of so few keys to our kernel, which takes queries as so many rows
 CUT = 4096  # from so many queries on
@@ -166,8 +166,7 @@ def keeps(plan: Plan, each: Sizes, steps: Course) -> bool:
     two = len(steps.passed) == 2 and not steps.passed.any()
     if not (two and each.packed and each.kernel == "fa4"):
         return False
-    held = plan.tokens.shard_len
-    return held <= BESIDE or int((steps.near + steps.far)[:, 1].max()) < held
+    return are_kept(plan.tokens.shard_len, int((steps.near + steps.far)[:, 1].max()))
 
 
 def telling(sizes: np.ndarray) -> list[int]:

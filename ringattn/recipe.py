@@ -156,12 +156,11 @@ class Recipe:
         """Whether forward keeps the keys that arrive for backward: on all ranks, or on none.
 
         Of packed documents and windows few arrive, all in one step. Backward then waits for nothing, and gradients
-        return while queries that see only own keys are computed. Long ranks keep no more keys than they hold.
+        return while queries that see only own keys are computed.
         """
         if not (self.keep and self.gradients and self.packed):
             return False
-        held = self.plan.tokens.shard_len
-        if held > BESIDE and schedule_of(self.mask).arriving >= held:
+        if not are_kept(self.plan.tokens.shard_len, schedule_of(self.mask).arriving):
             return False
         rounds = self.rounds(self.room)
         kernels = self.forward.kernel.load(), self.kernel(rounds, backward=True).load()
@@ -352,6 +351,11 @@ class Recipe:
 def is_packed(spec: AttentionSpec, docs: Docs | None, batch: int) -> bool:
     """Whether few queries see other ranks' keys, in most layouts: those of one row of documents, or of a window."""
     return batch == 1 and (docs is not None or (isinstance(spec.window, int) and not spec.first))
+
+
+def are_kept(held: int, arriving: int) -> bool:
+    """Whether so many keys that arrive may be kept: long ranks keep fewer than they hold."""
+    return held <= BESIDE or arriving < held
 
 
 def backward_order(home: Any, others: Sequence[Any], parted: bool, halves: bool) -> list[Any]:
