@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     halves: bool  # key heads can be cut into halves
     kernel: str
     own: bool  # our kernel, which gives gradients in float32; those of libraries have the dtype of inputs
-    packed: bool  # as `Recipe.packed`
+    mostly_own: bool  # as in `Recipe`
 
     def beside(self, queries: Any, keys: Any) -> Any:
         """What a library needs while it computes gradients of so many queries and keys.
@@ -86,7 +86,7 @@ class Parts:
         self.nbytes, self.summed = np.where(over, self.whole, self.nbytes), np.maximum(self.summed, over)
 
 
-def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, narrow: bool, packed: bool) -> float:
+def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, narrow: bool, mostly_own: bool) -> float:
     """Bytes of the rank that holds most. `grads` is the size of gradients that travel over that of keys."""
     item, groups = shape.itemsize, plan.groups_for(shape) if plan.swaps else 1
     heads, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
@@ -95,7 +95,7 @@ def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, nar
     each = Sizes(
         batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item, batch * kv_heads * both * item,
         batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item), grads, kv_heads >= 2, kernel, not narrow,
-        packed,
+        mostly_own,
     )  # fmt: skip
     n, keys, local = plan.tokens.shard_len, plan.keys.tokens.shard_len, plan.local_len
     given: float = (
@@ -164,7 +164,7 @@ def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
 def keeps(plan: Plan, each: Sizes, steps: Course) -> bool:
     """Whether the keys that arrive are here since forward: `Recipe.keeps`."""
     two = len(steps.passed) == 2 and not steps.passed.any()
-    if not (two and each.packed and each.kernel == "fa4"):
+    if not (two and each.mostly_own and each.kernel == "fa4"):
         return False
     return are_kept(plan.tokens.shard_len, int((steps.near + steps.far)[:, 1].max()))
 

@@ -23,7 +23,7 @@ from ringattn.footprint import bound, peak
 from ringattn.layout import Layout
 from ringattn.machine import Machine
 from ringattn.planning import Plan
-from ringattn.recipe import is_packed
+from ringattn.recipe import see_mostly_own
 from ringattn.schedule import Schedule, growing
 from ringattn.seen import seen
 from ringattn.spec import AttentionSpec, Docs
@@ -306,6 +306,6 @@ def predict(
         both = np.where(back.passed, out * (1 + max(1.0, 4 / shape.itemsize)), both)
     backward = one_pass(plan, shape, back, machine, rate[1], flops, both, True)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))
-    packed = is_packed(spec, docs, shape.batch)
-    count = partial(peak, plan, shape, back, grads, rates.kernel, rates.narrow, packed)
+    mostly_own = see_mostly_own(spec, docs, shape.batch, plan.tokens.shard_len)
+    count = partial(peak, plan, shape, back, grads, rates.kernel, rates.narrow, mostly_own)
     return Cost(forward, backward, count, bound(plan, shape, back), imbalance)

@@ -158,7 +158,7 @@ class Recipe:
         Of packed documents and windows few arrive, all in one step. Backward then waits for nothing, and gradients
         return while queries that see only own keys are computed.
         """
-        if not (self.keep and self.gradients and self.packed):
+        if not (self.keep and self.gradients and self.mostly_own):
             return False
         if not are_kept(self.plan.tokens.shard_len, schedule_of(self.mask).arriving):
             return False
@@ -208,14 +208,15 @@ class Recipe:
         return (replace(rounds[0], steps=(first, last)),) if waiting <= visits * self.seconds_of_partials else rounds
 
     @property
-    def packed(self) -> bool:
+    def mostly_own(self) -> bool:
         """Whether few queries see keys that arrive: they may get own keys beside these."""
-        return is_packed(self.mask.spec, self.mask.docs, self.shape.batch) and not self.gathers
+        shard = self.plan.tokens.shard_len
+        return not self.gathers and see_mostly_own(self.mask.spec, self.mask.docs, self.shape.batch, shard)
 
     def in_two_steps(self, rounds: Sequence[Round]) -> bool:
         """Whether queries see own keys in a first step, and all others in a second."""
         home, *others = rounds[0].steps
-        two = self.packed and len(rounds) == len(others) == 1 and bool(home.sources and others[0].sources)
+        two = self.mostly_own and len(rounds) == len(others) == 1 and bool(home.sources and others[0].sources)
         return two and all(r.step == 1 for r in home.keys)
 
     def seconds_of_keys(self, step: Step) -> float:
@@ -348,9 +349,12 @@ class Recipe:
                 yield from (f"    step {j}: {line_of(step)}" for j, step in enumerate(held.steps, start=1))
 
 
-def is_packed(spec: AttentionSpec, docs: Docs | None, batch: int) -> bool:
-    """Whether few queries see other ranks' keys, in most layouts: those of one row of documents, or of a window."""
-    return batch == 1 and (docs is not None or (isinstance(spec.window, int) and not spec.first))
+def see_mostly_own(spec: AttentionSpec, docs: Docs | None, batch: int, shard: int) -> bool:
+    """Whether most queries see their own rank's keys alone, in most layouts: in one row of documents, or with a window
+    of at most half a shard of tokens.
+    """
+    short = isinstance(spec.window, int) and 2 * spec.window <= shard and not spec.first
+    return batch == 1 and (docs is not None or short)
 
 
 def are_kept(held: int, arriving: int) -> bool:

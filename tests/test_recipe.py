@@ -96,3 +96,14 @@ def test_queries_are_visited_once_unless_a_rank_would_wait_longer_for_their_keys
     steps = [Recipe(mask, shape, "cuda", "bfloat16", rank=rank).forward.rounds[0].steps for rank in range(8)]
     assert sum(first.only is not None for first, *_ in steps) == once
     assert (once < 8) or any(first.where is None for first, *_ in steps), "a rank with no documents of its own"
+
+
+@pytest.mark.parametrize("window, kept", [(None, False), (64, False), (17, False), (16, True)])
+def test_a_window_longer_than_half_a_shard_is_as_a_causal_mask(window, kept, monkeypatch):
+    """It would keep all keys, as long as the layer's activations are."""
+    kernel = SimpleNamespace(load=lambda: SimpleNamespace(once=True, parted=False))
+    monkeypatch.setattr(Recipe, "kernel", lambda *_, **__: kernel)
+    plan, shape = Plan(64, 2, 1, "ring", "zigzag"), Shape(64, 64, 8, 2, 128, 128)
+    recipes = [Recipe(Mask(plan, ra.AttentionSpec(window=window)), shape, "cuda", "bfloat16", rank=r) for r in range(2)]
+    assert [each.keeps for each in recipes] == [kept] * 2
+    assert kept or not any(each.backward.rounds[0].steps[0].only for each in recipes)
