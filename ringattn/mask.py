@@ -75,4 +75,4 @@ def schedule_of(mask: Mask) -> Schedule:
     """Which rank needs what of whose keys; the same on every rank."""
     plan = mask.plan
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
-    return seen(bands_of(mask), queries, held, plan.tokens.by_document)
+    return seen(bands_of(mask), queries, held)

@@ -309,12 +309,7 @@ class Plan(Value):
         return groups_of(shape, sent, self.ring * self.ulysses, possible, self.machine, link)
 
     def blocks_at_once(self, nbytes: int) -> int:
-        """As much as how many blocks, of that many bytes, a step of the direct route brings.
-
-        One, if every document is on all ranks: several blocks would arrive in as many parts as there are documents.
-        """
-        if self.tokens.by_document:
-            return 1
+        """As much as how many blocks, of that many bytes, a step of the direct route brings."""
         return self.transport.together or self.machine.blocks_at_once(nbytes)
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":

@@ -117,7 +117,7 @@ def shown(
     if ring > EXACT:
         return ranks, pairs, None
     bands = all_bands(spec, queries.length, keys.length, docs)
-    return ranks, pairs, seen(bands, shards(queries), shards(keys), by_document=queries.by_document)
+    return ranks, pairs, seen(bands, shards(queries), shards(keys))
 
 
 class Blocks(NamedTuple):
@@ -294,9 +294,8 @@ def predict(
     room = plan.transport.together or machine.blocks_at_once(block)
     less = plan.transport.together or machine.blocks_at_once(block * (1 if grads == 1 else 4))  # as ring steps do
     spread = Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs)
-    by_document = plan.tokens.by_document
-    steps = course(spread, 1 if by_document else min(room, plan.ring))
-    back = steps if by_document or min(less, plan.ring) == min(room, plan.ring) else course(spread, less)
+    steps = course(spread, min(room, plan.ring))
+    back = steps if min(less, plan.ring) == min(room, plan.ring) else course(spread, less)
     whole = steps.pairs.sum(1)
     rate = [rates.of(backward, spec, whole.mean() / plan.tokens.shard_len) for backward in (False, True)]
     forward = one_pass(plan, shape, steps, machine, rate[0], shape.flops_a_pair, out, False)

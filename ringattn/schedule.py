@@ -19,15 +19,16 @@ another host serves all ranks there and on the hosts behind it.
 Plain numpy: print it, test it, no device needed.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ringattn.layout import Shard, count_below, part_of
+from ringattn.layout import Shard, count_below
 
 Ranges = tuple[range, ...]  # of a block's local indices
 
@@ -89,18 +90,23 @@ class Step:
 
     @cached_property
     def read(self) -> list[tuple[Shard, int]]:
-        """The positions of each range of keys that is here, sorted, and of which block it is."""
-        shards, ranges = self.schedule.shards, self.schedule.ranges
+        """The positions of each range of keys that is here, sorted, and of which block it is.
+
+        What comes beside other blocks is cut where the ranges of its block end, so that parts never interleave.
+        """
+        positions, ranges = self.schedule.positions, self.schedule.ranges
         if not self.company:
-            return [(self.schedule.positions(block, self.kept), block) for block in self.sources]
+            return [(positions(block, self.kept), block) for block in self.sources]
         pairs = [(s, r) for s in self.sources for r in ranges(self.rank, s)] + [(self.held, r) for r in self.own]
-        read = [(part_of(shards[s], slice(r.start, r.stop)), s) for s, r in pairs]
+        read = [(positions(s, (r,)), s) for s, r in pairs]
         return sorted(read, key=lambda pair: pair[0][0].start)
 
     @cached_property
     def keys(self) -> Shard:
-        """The positions of the keys that are here."""
-        return tuple(r for positions, _ in self.read for r in positions)
+        """The positions of the keys that are here, which increase; those of stripes interleave."""
+        keys = tuple(r for positions, _ in self.read for r in positions)
+        assert all(a.stop <= b.start or a.step > 1 for a, b in pairwise(keys)), f"keys out of order: {self}"
+        return keys
 
     @cached_property
     def length(self) -> int:
@@ -181,9 +187,17 @@ class Schedule:
 
     def positions(self, block: int, ranges: Ranges) -> Shard:
         """The positions of these ranges of a block."""
+        shard = self.shards[block]
         if ranges == (range(self.length),):
-            return self.shards[block]
-        return tuple(p for r in ranges for p in part_of(self.shards[block], slice(r.start, r.stop)))
+            return shard
+        if ("ends", block) not in self.asked:
+            self.asked["ends", block] = [*accumulate(map(len, shard))]
+        ends, found = self.asked["ends", block], []
+        for r in ranges:
+            for i in range(bisect_right(ends, r.start), bisect_left(ends, r.stop) + 1):
+                before = ends[i] - len(shard[i])
+                found.append(shard[i][max(0, r.start - before) : r.stop - before])
+        return tuple(found)
 
     def lasting(self, hosts: int, block: int) -> tuple[list[int], np.ndarray]:
         """Edges in a block, and the distance of the last host that sees the tokens between two of them."""

@@ -46,10 +46,10 @@ def table_of(shards: Sequence[Shard]) -> Table:
 Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [begin, end) that it sees
 
 
-def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], by_document: bool = False) -> Schedule:
+def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard]) -> Schedule:
     """The schedule in which keys travel to the queries that see them.
 
-    A range of a block that is read may go on from one range of the shard into the next if blocks come `by_document`.
+    What is read of a block is cut where ranges of its shard end: other blocks may lie between them.
     """
     asking, shown = table_of(queries), table_of(keys)
     length = sum(map(len, keys[0]))
@@ -59,8 +59,8 @@ def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], by_docum
     reader, which, begin, end = cells(union(*keys_seen(bands, asking)), shown)
     blocks = needed(len(keys), reader, shown.owners[which])
     shift = (shown.offsets - shown.starts)[which]
-    low = np.zeros_like(which) if by_document else shown.offsets[which]
-    high = length if by_document else low + (shown.stops - shown.starts)[which]
+    low = shown.offsets[which]
+    high = low + (shown.stops - shown.starts)[which]
     cell = reader * len(keys) + shown.owners[which]
     return Schedule(blocks, length, grained(length, cell, begin + shift, end + shift, low, high), keys)
 

@@ -302,7 +302,7 @@ def play_in(
     """The same, in a world whose clock says how fast ranks are."""
     ring, ulysses, machine = plan.ring, plan.ulysses, world.machine
     token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
-    together = 1 if plan.tokens.by_document else machine.blocks_at_once(token * plan.keys.tokens.shard_len)
+    together = machine.blocks_at_once(token * plan.keys.tokens.shard_len)
     steps = steps_of(Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs), min(together, ring))
     here = gcd(ulysses, machine.gpus)
     total = shape.q_bytes(plan.local_len)

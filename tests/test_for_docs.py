@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from test_roll import expected
 import ringattn as ra
 from ringattn.bands import bounds
 from ringattn.comms.local import run
+from ringattn.cost import Shape
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FULL, Case
 from ringattn.layout import Layout, count_below, positions_of
 from ringattn.mask import Mask, schedule_of
+from ringattn.planning import Plan
 from ringattn.ranks import Ranks
+from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.compiled import attention_op
 from ringattn.torch.handles import of_text
@@ -69,6 +73,37 @@ def test_blocks_meet_exactly_where_something_is_seen(layout, causal, window, pac
     np.testing.assert_array_equal(schedule_of(Mask(plan, spec, docs)).needed, expected)
 
 
+@st.composite
+def rings(draw):
+    """A case whose plan cuts each document over a ring: of these documents or others, with a window, chunks or none."""
+    ring, mask = draw(st.integers(2, 8)), draw(st.sampled_from(["window", "chunk", "none"]))
+    spec = AttentionSpec() if mask == "none" else AttentionSpec(**{mask: draw(st.integers(1, 40))})
+    dealt = [2 * ring * n for n in draw(parts)]
+    return Case("drawn", ring=ring, layout=draw(names), seq_len=sum(dealt), dealt=dealt, spec=spec, heads=2, kv_heads=1,
+                lengths=draw(st.sampled_from([dealt, None])))  # fmt: skip
+
+
+@given(rings(), st.sampled_from([None, 2, 8]))
+def test_keys_of_every_step_increase(case, together):
+    """Blocks that come in one step interleave, as does what queries take of their own rank's keys beside them."""
+    kernel = SimpleNamespace(load=lambda: SimpleNamespace(once=True))
+    how = ra.Transport("direct", 1, together=together)
+    plan = Plan(case.seq_len, case.ring, 1, "ring", case.layout, transport=how, docs=case.laid_out)
+    mask, shape = Mask(plan, case.spec, case.docs), Shape(case.seq_len, case.seq_len, 2, 1, 8, 8)
+    for rank in range(case.ring):
+        recipe = Recipe(mask, shape, "cpu", "float32", rank=rank)
+        rounds = recipe.rounds(1)
+        for each in (rounds, recipe.once(rounds, kernel, work=1, sent=0, visits=9)):
+            for step in each[0].steps:
+                assert not step.keys or (np.diff(positions_of(step.keys)) > 0).all()
+
+
+@settings(max_examples=10)
+@given(rings())
+def test_a_ring_of_cut_documents_equals_dense_float64(case):
+    check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv"), LIMIT))
+
+
 LENGTHS = [16, 0, 48, 8, 16]
 CUT = Case("cut", seq_len=96, lengths=LENGTHS, dealt=LENGTHS)
 WINDOW = AttentionSpec(window=13, softcap=3.0)
@@ -77,6 +112,8 @@ CASES = [
     (replace(CUT, layout="contiguous", sinks=True), {"kernel": "tiled"}),
     (replace(CUT, spec=WINDOW, sinks=True, strategy="gather"), {}),
     (replace(CUT, spec=FULL, kv_heads=4), {"together": 2}),
+    (Case("interleaved", seq_len=56, lengths=[24, 24, 8], dealt=[24, 24, 8], spec=AttentionSpec(window=5)), {}),
+    (replace(CUT, spec=AttentionSpec(chunk=10)), {"together": 3}),
     (replace(CUT, spec=WINDOW, kv_heads=4), {"route": "relay", "hosts": 4}),
     (replace(CUT, ring=1, ulysses=4, strategy="ulysses", sinks=True), {}),
     (replace(CUT, ring=1, ulysses=4, strategy="ulysses", dealt=[96], lengths=None), {}),
