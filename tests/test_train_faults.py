@@ -151,7 +151,7 @@ def test_a_run_is_profiled_and_a_picture_that_cannot_be_drawn_is_reported(tmp_pa
     process = begin(*TRAIN, *words)
     output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0 and "\nno picture: matplotlib cannot be imported" in output, output
-    assert not (tmp_path / "run" / "picture.png").exists()
+    assert not (tmp_path / "run" / "picture.svg").exists()
     assert "traceEvents" in json.loads((tmp_path / "run" / "trace.json").read_text())
 
 

@@ -23,7 +23,7 @@ from ringattn.cost import seen_pairs
 from ringattn.kernels.attention import tiled
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.linear import chunkwise
-from ringattn.launch.commands.plot import RANKS, STYLE, bars, panels, read, save
+from ringattn.launch.commands.plot import INK, RANKS, STYLE, bars, panels, read, save
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.planning import Plan
 from ringattn.seen import seen
@@ -31,7 +31,8 @@ from ringattn.segments import order
 from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs
 
-INK, FAINT, PAPER = STYLE["text.color"], "#d9d9d9", "#f4f4f4"
+FAINT, PAPER, TILE, OTHER = "#d9d9d9", "#f4f4f4", "#a9c1dc", "#c3c8ce"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DIGIT = {"#ccbb44": "#222222", "#66ccee": "#222222"}  # on pale colours; white on the others, in both schemes
 
 
@@ -100,7 +101,7 @@ def tiling() -> Figure:
     for ax, (title, (begin, end)) in zip(axes[0], kinds.items(), strict=True):
         grid(ax, T, S, title)
         where, count = Intervals(torch.from_numpy(begin), torch.from_numpy(end)), 0
-        shade(ax, begin[0], end[0], "#a9c1dc")
+        shade(ax, begin[0], end[0], TILE)
         for queries in tiled.blocks(T, block_q):
             seen = tiled.seen_blocks(tiled.rows_of(where, queries), S, block_k)
             for keys in tiled.blocks(S, block_k):
@@ -332,22 +333,41 @@ def linear() -> Figure:
 
 
 def speed() -> Figure:
-    """TFLOP/s a GPU beside other libraries."""
-    return bars(read(Path(__file__).parents[2] / "benchmarks" / "peers-h200.jsonl"))
+    """TFLOP/s a GPU beside other libraries, ours in the one colour; narrow enough to be read on a phone."""
+    rows = [r for r in read(BENCHMARKS / "speed-h200.jsonl") if r["mode"] == "forward+backward"]
+    figure, ((ax,),) = panels(1, 1, 4.8, 4.6)
+    y = 0.0
+    for case, group in groupby(rows, lambda r: r["case"]):
+        values = {r["who"]: r["tflops"] for r in group}
+        top, alone = y, values.pop("one GPU alone")
+        ax.text(0, y, case, va="center", weight="bold")
+        for name, value in values.items():
+            y += 1
+            ours = name == "ringattn"
+            ax.barh(y, value, height=0.86, color=RANKS[0] if ours else OTHER)
+            ax.text(12, y, name, va="center", fontsize=8, color="white" if ours else INK)
+            ax.text(value - 12, y, str(value), va="center", ha="right", color="white" if ours else INK)
+        ax.plot([alone, alone], [top + 0.5, y + 0.5], color=INK, lw=1.5)
+        if not top:
+            ax.text(alone, top, f"one GPU alone: {alone}", va="center", ha="center")
+        y += 1.4
+    ax.set(ylim=(y - 0.8, -0.6), xlim=(0, 660), yticks=[])
+    ax.spines["left"].set_visible(False)
+    ax.set_xlabel("TFLOP/s a GPU, forward and backward, causal, H200")
+    return figure
 
 
 def prefill() -> Figure:
     """The memory of a rank for a prompt: as a ring call, and in chunks."""
-    return bars(read(Path(__file__).parents[2] / "benchmarks" / "prefill-cpu.jsonl"), "peak_mib")
+    return bars(read(BENCHMARKS / "prefill-cpu.jsonl"), "peak_mib")
 
 
 def timelines() -> Figure:
     """The first rank of two traced calls, one below the other on one axis: over NCCL, and by the copy engines."""
-    folder = Path(__file__).parents[2] / "benchmarks"
     kinds = {"NCCL": "timeline-nccl.json", "copy engines": "timeline-symmetric.json"}
     figure, axes = panels(len(kinds), 1, 10, 3.2, hspace=0.5)
     for ax, (title, name) in zip(axes[:, 0], kinds.items(), strict=True):
-        events = json.loads((folder / name).read_text())["traceEvents"]
+        events = json.loads((BENCHMARKS / name).read_text())["traceEvents"]
         spans = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
         began = min(e["ts"] for e in spans)
         for e in spans:

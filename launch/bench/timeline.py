@@ -21,7 +21,7 @@ HOPS = ("ncclDevKernel", "Memcpy", "SendRecv", "memcpy")
 BACKWARD = ("backward", "bwd", "dkdv_kernel", "dq_kernel")  # in the names of what runs in backward only
 SPECK = 1e-3  # of the picture's width: what is shorter is not drawn, what is nearer is drawn as one
 MEETING = ("AllReduce", "gloo:barrier")  # a barrier, over NCCL and over gloo
-COLORS = {"attention": "#2a9d8f", "hops": "#e76f51"}
+COLORS = {"attention": "#4477aa", "hops": "#ee6677"}
 
 
 class Span(NamedTuple):
@@ -132,13 +132,13 @@ def draw(ranks: Sequence[Sequence[Span]], path: Path, title: str) -> None:
     """Two lanes a rank over the same time: kernels above, hops below."""
     import matplotlib
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from ringattn.launch.commands.plot import STYLE, panels, write
 
     every = [s for spans in ranks for s in spans]
     zero, last = min(s.start for s in every), max(s.start + s.length for s in every)
     speck, turn = SPECK * (last - zero), [s.start for s in every if any(word in s.name for word in BACKWARD)]
-    figure, axes = pyplot.subplots(figsize=(10, 0.9 + 0.75 * len(ranks)))
+    with matplotlib.rc_context(STYLE):
+        figure, ((axes,),) = panels(1, 1, 10, 0.9 + 0.75 * len(ranks))
     ticks = []
     for r, spans in enumerate(ranks):
         for i, (lane, color) in enumerate(COLORS.items()):
@@ -154,9 +154,6 @@ def draw(ranks: Sequence[Sequence[Span]], path: Path, title: str) -> None:
         axes.text(x, 1.0, "backward", transform=axes.get_xaxis_transform(), fontsize=8, color="grey")
     axes.set_xlabel("ms")
     axes.set_title(title, fontsize=10, pad=14)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    axes.spines["left"].set_visible(False)
+    with matplotlib.rc_context({**STYLE, "svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        write(figure, path)

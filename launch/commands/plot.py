@@ -54,13 +54,17 @@ WORDS = {
 }
 KINDS = {"step": "trained", "eval": "held out", "save": "saved"}  # rows of a training run
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#77aadd")
+INK = "#333333"
 STYLE: dict[Any, Any] = {
     "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8,
-    **dict.fromkeys(("axes.edgecolor", "text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#333333"),
+    **dict.fromkeys(("axes.edgecolor", "text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     "svg.hashsalt": "ringattn", "savefig.facecolor": "white", "axes.facecolor": "none", "legend.frameon": False,
 }  # fmt: skip
 # What a picture's style sheet changes for readers whose screen is dark; a white line is a gap in the background.
-DARK = {"#333333": "#d5d7da", "#d9d9d9": "#4a4f57", "#f4f4f4": "#2a2e35", "stroke: #ffffff": "#1e2129"}
+DARK = {
+    INK: "#d5d7da", "#d9d9d9": "#4a4f57", "#f4f4f4": "#2a2e35", "#a9c1dc": "#3a5a80", "#c3c8ce": "#565c66",
+    "stroke: #ffffff": "#1e2129",
+}  # fmt: skip
 MARGIN = 0.35  # inches above and below the panels, for titles and ticks
 
 
@@ -87,12 +91,18 @@ def panels(rows: int, columns: int, width: float, height: float, **grid_options:
 
 
 def save(figure: Figure, path: Path) -> None:
+    """Write a picture and print its name."""
+    write(figure, path)
+    print(path)
+
+
+def write(figure: Figure, path: Path) -> None:
+    """Write a picture: an SVG is transparent and follows the reader's colour scheme."""
     svg = path.suffix == ".svg"
     metadata = {"Date": None} if svg else None  # the same picture is the same file
     figure.savefig(path, bbox_inches="tight", pad_inches=0.08, metadata=metadata, dpi=150, transparent=svg)
     if svg:
         path.write_text(themed(path.read_text()))
-    print(path)
 
 
 def themed(svg: str) -> str:

@@ -43,7 +43,7 @@ def finish(
         gap = max(abs(a - b) for a, b in zip(main["loss"], other["loss"], strict=True))
         lines.append(f"on one rank the loss is the same to {gap:.1e} at every step")
     where = f"written to {folder}"
-    if config.picture and (trained or not (folder / "picture.png").exists()):
+    if config.picture and (trained or not (folder / "picture.svg").exists()):
         if drawn := picture(folder, rows, summary["entropy"]):
             where += f", picture {drawn}"
         else:
@@ -102,36 +102,42 @@ def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float) -> Path | None:
-    """picture.png: each run's loss and measured memory. None without matplotlib."""
+    """picture.svg: each run's loss and measured memory. None without matplotlib."""
     try:
         import matplotlib
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from ringattn.launch.commands.plot import STYLE, write
     except ImportError:
         return None
+    with matplotlib.rc_context(STYLE):
+        figure = drawn(runs, entropy)
+        with writing(folder / "picture.svg"):
+            write(figure, folder / "picture.svg")
+    return folder / "picture.svg"
+
+
+def drawn(runs: dict[str, list[dict[str, Any]]], entropy: float) -> Any:
+    """The picture's panels: loss over steps, and where it was measured memory over lengths."""
+    from ringattn.launch.commands.plot import INK, RANKS, panels
+
     probes = {name: [r for r in rows if r["kind"] == "memory"] for name, rows in runs.items()}
-    panels = 1 + any(probes.values())
-    figure, (axes,) = pyplot.subplots(1, panels, figsize=(5.5 * panels, 4), squeeze=False)
+    count = 1 + any(probes.values())
+    figure, (axes,) = panels(1, count, 4.5 * count, 3.4, wspace=0.25)
     left = axes[0]
     for i, (name, rows) in enumerate(runs.items()):
         steps = [r for r in rows if r["kind"] == "step"]
         style = {"linewidth": 4, "alpha": 0.4} if i else {"zorder": 3}
-        left.plot(*columns(steps, "step", "loss"), label=name, **style)
-    left.axhline(entropy, color="grey", linestyle=":", label="knowing only how often each token occurs")
+        left.plot(*columns(steps, "step", "loss"), color=RANKS[i % len(RANKS)], label=name, **style)
+    left.axhline(entropy, color=INK, lw=0.8, linestyle=":", label="knowing only how often each token occurs")
     left.set(xlabel="step", ylabel="loss (nats a token)", title="loss")
     left.locator_params("x", integer=True)
     left.legend()
     for right in axes[1:]:
-        for name, memory in probes.items():
+        for color, (name, memory) in zip(RANKS, probes.items(), strict=False):
             if memory:
-                right.plot(*columns(memory, "seq_len", "memory_mib"), marker="o", label=name)
+                right.plot(*columns(memory, "seq_len", "memory_mib"), color=color, marker="o", label=name)
         right.set(title="memory that one pass adds", xlabel="sequence length", ylim=(0, None))
         right.set_ylabel("MiB a rank, beside what it held before")
         if len(right.lines) > 1:
             right.legend()
-    figure.tight_layout()
-    with writing(folder / "picture.png"):
-        figure.savefig(folder / "picture.png", dpi=120)
-    pyplot.close(figure)
-    return folder / "picture.png"
+    return figure

@@ -1,7 +1,7 @@
 """Train a decoder whose sequence is spread over ranks: `ringattn train`, or `torchrun ... -m ringattn.launch.train`.
 
 This file starts the ranks and sums up; each of them runs trainer.work. Into folder/NAME/ go config.json,
-metrics.jsonl, checkpoints/ and picture.png.
+metrics.jsonl, checkpoints/ and picture.svg.
 """
 
 import dataclasses
