@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringattn.numeric import LONGEST
 from ringattn.packing import depths
 from ringattn.spec import AttentionSpec, Docs
 
@@ -128,7 +129,7 @@ def documents(
     if spans is not None and len(spans):
         j = np.searchsorted(spans[:, 0], first, "right") - 1
         inside = (j >= 0) & (first < spans[j, 1])
-        span = np.where(inside, spans[j, 0], 2**62), np.where(inside, spans[j, 1], 0)
+        span = np.where(inside, spans[j, 0], LONGEST), np.where(inside, spans[j, 1], 0)
     sides = [intervals(spec, p + shift[i], begin[i], end[i], span) for p in (first, last)]
     return [between(first, last + 1, *ends) for ends in zip(*sides, strict=True)]
 
@@ -150,18 +151,17 @@ def intervals(spec: AttentionSpec, own: Any, begin: Any, end: Any, span: Any = N
 
     In a family neither side decreases from a query to the next one. Where a query sees nothing, begin >= end.
     """
-    most = 2 ** (8 * own.dtype.itemsize - 1) - 1  # beyond all positions, in their own integers; no sum may pass it
+    most = 2 ** (8 * own.dtype.itemsize - 1) - 1  # of their integers; what is added to a position is cut to fit first
     first, last, (left, right) = begin, end, spec.reach
     if spec.chunk is not None:
         chunk = min(spec.chunk, most)
-        begin = (first + (own - first) // chunk * chunk).clip(first, last)
+        begin = (first + (own.clip(first, None) - first) // chunk * chunk).clip(None, last)
         end = begin + (last - begin).clip(None, chunk)
-    low, high = begin, end
+    low, high, size = begin, end, end - begin
     if left is not None:
-        low = (own - min(left, most)).clip(begin, end)
+        low = begin + ((own - begin).clip(min(left, most), None) - min(left, most)).clip(None, size)
     if right is not None:
-        ahead = (most - 1 - own).clip(None, min(right, most)) if right else 0
-        high = (own + 1 + ahead).clip(begin, end)
+        high = end - ((end - 1 - own).clip(min(right, most), None) - min(right, most)).clip(None, size)
     if span is not None:
         low, high = low.clip(None, span[0]), high.clip(span[1], None)
     sides = [(low, high)]
@@ -183,26 +183,26 @@ def bends(
     spec: AttentionSpec, starts: Row, begin: Row, end: Row, shift: Row, spans: Row | None, marks: Any
 ) -> Row:  # fmt: skip
     """The queries from which on some side of the intervals is constant, or rises, increasing; first 0, then the end."""
-    (left, right), most = spec.reach, 2**62
+    left, right, chunk, many = (None if n is None else min(n, LONGEST) for n in (*spec.reach, spec.chunk, spec.first))
     cuts, low, high, i = [starts], starts[:-1], starts[1:], np.arange(len(begin))
     keys, stops = begin, end
-    if spec.chunk is not None:
-        counts = np.maximum(-(-(end - begin) // spec.chunk), 1)
+    if chunk is not None:
+        counts = np.maximum(-(-(end - begin) // chunk), 1)
         i = np.repeat(i, counts)
-        keys = begin[i] + within(counts) * min(spec.chunk, most // len(i))
-        stops = np.minimum(keys + min(spec.chunk, most), end[i])
+        keys = begin[i] + within(counts) * chunk
+        stops = np.minimum(keys + chunk, end[i])
         low, high = np.maximum(low[i], keys - shift[i]), np.minimum(high[i], stops - shift[i])
         cuts.append(low)
 
     def pass_keys(lefts: list[Row], rights: list[Row], low: Row, high: Row, shift: Any) -> None:
         """Where the begin of an interval passes one of the first keys, or its end one of the others."""
-        passing = [] if left is None else [keys + min(left, most) - shift for keys in lefts]
-        passing += [] if right is None else [keys - min(right, most) - shift for keys in rights]
+        passing = [] if left is None else [keys + left - shift for keys in lefts]
+        passing += [] if right is None else [keys - right - shift for keys in rights]
         cuts.extend(where[(low < where) & (where < high)] for where in passing)
 
     pass_keys([keys + 1], [keys, stops], low, high, shift[i])
-    if spec.first:
-        top = np.minimum(begin + min(spec.first, most), end)
+    if many:
+        top = np.minimum(begin + many, end)
         pass_keys([top], [top - 1], starts[:-1], starts[1:], shift)
     if marks is not None:
         at, key = marks

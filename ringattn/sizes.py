@@ -3,6 +3,7 @@
 from typing import Any
 
 from ringattn.cost import heads_of_group, may_group
+from ringattn.numeric import LONGEST
 from ringattn.spec import whole
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -17,7 +18,6 @@ SIZES = {
     "head_dim": "the size of a head, a whole number, at least 1",
     "value_dim": "the size of a value, a whole number, at least 1 (None: head_dim)",
 }
-MOST = 2**53  # a float holds every whole number up to it
 NEEDED = ("seq_len", "ring", "ulysses")  # the others may be None
 
 
@@ -28,8 +28,8 @@ def size_of(name: str, value: Any) -> Any:
     size = whole(value)
     if size is None or size < 1:
         raise ValueError(f"{name}={value!r}: {SIZES[name]}")
-    if size > MOST:
-        raise ValueError(f"{name}={value!r}: at most {MOST}, up to which sizes are counted exactly")
+    if size > LONGEST:
+        raise ValueError(f"{name}={value!r}: at most {LONGEST}, up to which sizes are counted exactly")
     return size
 
 

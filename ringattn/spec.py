@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ringattn.numeric import LONGEST, are_counts, are_starts, rows_of
 from ringattn.numeric import Row as Row
-from ringattn.numeric import are_counts, are_starts, rows_of
 from ringattn.numeric import is_number as is_number
 from ringattn.numeric import is_traced as is_traced
 from ringattn.numeric import of_factor as of_factor
@@ -104,10 +104,11 @@ class Docs:
 
     def __init__(self, starts: np.ndarray, length: int):
         given, limit = np.asarray(untraced(starts)), whole(length)
-        if limit is None or given.ndim != 2 or given.dtype.kind not in "iu" or not are_starts(given, limit):
+        counted = limit is not None and limit <= LONGEST and given.ndim == 2 and given.dtype.kind in "iu"
+        if limit is None or not (counted and are_starts(given, limit)):
             raise ValueError(
                 f"Docs(starts, length={length!r}): starts must be whole numbers [rows, n + 1], each row from 0 on, "
-                f"never decreasing, up to the length; got {given!r} (Docs.from_lengths makes them)"
+                f"never decreasing, up to the length (at most {LONGEST}); got {given!r} (Docs.from_lengths makes them)"
             )
         self._keep(limit, given.astype(np.int64))  # a copy: a loader may fill its array again
 
@@ -239,8 +240,8 @@ class Docs:
             raise ValueError(
                 f"pad_to={pad_to!r}: the length with padding, a whole number of tokens (None for no padding)"
             )
-        if max(length, *totals) >= 2**63:
-            raise ValueError(f"documents of {max(length, *totals)} tokens: positions are counted in 64 bits")
+        if max(length, *totals) > LONGEST:
+            raise ValueError(f"documents of {max(length, *totals)} tokens: at most {LONGEST} are counted")
         if pad_to is None and len(set(totals)) > 1:
             raise ValueError(
                 f"the rows' document lengths add up to {totals}, not one length; pass pad_to={max(totals)} (or more) "

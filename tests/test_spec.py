@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.bands import bounds, intervals
+from ringattn.bands import bounds, bounds_at, families, intervals
 from ringattn.comms.local import run
+from ringattn.jax.attention.steps import global_bounds
 from ringattn.launch.verify.cases import FEATURES
 from ringattn.layout import LAYOUTS, to_local
 from ringattn.mask import Mask, schedule_of
@@ -24,54 +25,57 @@ from ringattn.transport import Transport
 CPU = torch.device("cpu")
 
 
-def allowed(spec, row, T):
-    """[T, T] straight from the words."""
-    i, j = np.mgrid[:T, :T]
-    doc = np.repeat(np.arange(len(row)), row)
-    doc = np.pad(doc, (0, T - len(doc)), constant_values=-1)
-    seen = (doc[:, None] == doc) & (doc[:, None] >= 0)
-    seen &= (j <= i) if spec.causal else True
-    return seen & (i - j < spec.window) if spec.window else seen
+NUMBERS = st.integers(0, 12) | st.sampled_from([2**31 - 1, 2**31, 2**62, 2**63 - 1]).map(lambda n: n - n % 7 % 3)
+LARGE = NUMBERS.map(lambda n: max(n, 1))
 
 
+@st.composite
+def specs(draw, chunks):
+    causal, chunk = draw(st.booleans()), draw(st.none() | LARGE) if chunks else None
+    window = draw(st.none() | (LARGE if causal else st.tuples(NUMBERS, NUMBERS)))
+    return AttentionSpec(causal, window, chunk, draw(NUMBERS) if window or chunk else 0)
+
+
+def sees(spec, i, j):
+    """Whether the query at position i of a document sees its key j: straight from the words, in Python's integers."""
+    left, right = spec.window if isinstance(spec.window, tuple) else (spec.window and spec.window - 1, None)
+    near = (left is None or i - j <= left) and (right is None or j - i <= right)
+    near = near and (spec.chunk is None or i // spec.chunk == j // spec.chunk)
+    return (near or j < spec.first) and (j <= i or not spec.causal)
+
+
+@settings(max_examples=40)
 @given(
-    rows=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=3),
-    pad=st.integers(0, 5),
-    causal=st.booleans(),
-    window=st.none() | st.integers(1, 12),
-)
-def test_bounds_are_the_mask_and_never_decrease(rows, pad, causal, window):
-    T = max(sum(r) for r in rows) + pad
-    if T == 0:
-        return
-    spec = AttentionSpec(causal, window if causal else None)
-    begin, end = bounds(spec, np.arange(T), T, docs=Docs.from_lengths(rows, pad_to=T))
-    assert (np.diff(begin) >= 0).all() and (np.diff(end) >= 0).all() and (begin <= end).all()
-    j = np.arange(T)
-    for row, b, e in zip(rows, begin, end, strict=True):
-        np.testing.assert_array_equal((b[:, None] <= j) & (j < e[:, None]), allowed(spec, row, T))
-
-
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=5),
+    rows=st.lists(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=3), min_size=1, max_size=2
+    ),
     pads=st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    window=st.none() | st.integers(1, 7),
+    data=st.data(),
 )
-def test_documents_of_two_sequences_are_aligned_at_their_ends(lengths, pads, window):
-    queries, keys = ([pair[side] for pair in lengths] for side in (0, 1))
-    T, S = sum(queries) + pads[0], sum(keys) + pads[1]
-    docs, key_docs = Docs.from_lengths(queries, pad_to=T), Docs.from_lengths(keys, pad_to=S)
-    begin, end = bounds(AttentionSpec(window=window), np.arange(T), T, S, docs, key_docs)
-    assert (np.diff(begin) >= 0).all() and (np.diff(end) >= 0).all() and (begin <= end).all()
-    seen, q0, k0 = np.zeros((T, S), bool), 0, 0
-    for n, m in lengths:
-        for i in range(n):
-            last = i + m - n
-            for j in range(m):
-                seen[q0 + i, k0 + j] = last - (window or S + T) < j <= last
-        q0, k0 = q0 + n, k0 + m
-    j = np.arange(S)
-    np.testing.assert_array_equal((begin[0][:, None] <= j) & (j < end[0][:, None]), seen)
+def test_bounds_are_the_mask_and_never_decrease(rows, pads, data):
+    """Of documents whose keys are their queries, or as many others as the last of which is at the last query."""
+    same = data.draw(st.booleans())
+    spec = data.draw(specs(chunks=same))
+    rows = [[(n, n if same else m) for n, m in row] for row in rows]
+    T, S = (max(sum(pair[i] for pair in row) for row in rows) + pads[0 if same else i] + 1 for i in (0, 1))
+    docs, key_docs = (Docs.from_lengths([[pair[i] for pair in row] for row in rows], pad_to=(T, S)[i]) for i in (0, 1))
+    key_docs = None if same else key_docs
+    words = np.zeros((len(rows), T, S), int)
+    for b, row in enumerate(rows):
+        q0 = k0 = 0
+        for n, m in row:
+            for i, j in np.ndindex(n, m):
+                words[b, q0 + i, k0 + j] = sees(spec, i + m - n, j)
+            q0, k0 = q0 + n, k0 + m
+    host = [bounds_at(family, np.arange(T)) for family in families(spec, T, S, docs, key_docs)]
+    mask, at = Mask(Plan(T, key_len=S), spec, docs, key_docs), jnp.arange(T, dtype=jnp.int32)
+    traced = global_bounds(mask, at, docs.starts, key_docs and key_docs.starts)
+    for results in (host, [tuple(map(np.asarray, sides)) for sides in traced]):
+        seen = np.zeros_like(words)
+        for begin, end in results:
+            assert (np.diff(begin) >= 0).all() and (np.diff(end) >= 0).all()
+            seen += (begin[..., None] <= np.arange(S)) & (np.arange(S) < end[..., None])
+        np.testing.assert_array_equal(seen, words)
 
 
 def test_padding_past_the_sequence_sees_nothing():
@@ -128,7 +132,10 @@ def test_positions_that_take_turns_see_what_sorted_ones_see(rows, positions):
         (lambda: AttentionSpec(scale=-1.0), "scale=-1.0"),
         (lambda: AttentionSpec(scale=True), "scale=True: must be a finite number above 0"),
         (lambda: Docs(np.array([[2, 10]]), 10), r"each row from 0 on.*got array\(\[\[ 2, 10\]\]\)"),
-        (lambda: Docs(np.array([[0, 30]]), 10), r"length=10\): .* up to the length; got array\(\[\[ 0, 30\]\]\)"),
+        (
+            lambda: Docs(np.array([[0, 30]]), 10),
+            r"length=10\): .* up to the length \(at.*\); got array\(\[\[ 0, 30\]\]\)",
+        ),
         (lambda: Docs(np.array([[0, 7, 3]]), 10), "never decreasing"),
         (lambda: Docs(np.array([[0.0, 10.0]]), 10), r"whole numbers \[rows, n \+ 1\]"),
         (lambda: Docs(np.array([0, 10]), 10), r"got array\(\[ 0, 10\]\)"),
@@ -157,7 +164,7 @@ def test_positions_that_take_turns_see_what_sorted_ones_see(rows, positions):
         (lambda: Docs.from_lengths([float("inf"), 1]), r"at least 0, got \[inf, 1\]"),
         (
             lambda: Docs.from_lengths([2**62, 2**62]),
-            "documents of 9223372036854775808 tokens: positions are counted in",
+            "documents of 9223372036854775808 tokens: at most 1099511627776",
         ),
         (lambda: Docs.from_lengths([8, 8], pad_to=16.7), "pad_to=16.7: the length with padding, a whole number"),
         (lambda: Docs.from_lengths([8, 8], pad_to="16"), "pad_to='16'"),
