@@ -56,8 +56,9 @@ train: $(READY)  ## train a small model whose sequence is spread over ranks
 bench: $(READY)  ## measure on this machine (ARGS='memory out=FILE', 'kernels', ...)
 	$(RUN)/python -m ringattn bench $(or $(ARGS),memory)
 
-pictures: $(READY)  ## draw the pictures of docs/
+pictures: $(READY)  ## draw the pictures of docs/, and write the signatures into its reference
 	$(RUN)/python docs/pictures/draw.py
+	$(RUN)/python docs/signatures.py
 
 docs: .venv-docs/.ready  ## check the spelling of docs and code, and build the site into site/, strictly: no warnings
 	.venv-docs/bin/codespell

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash", ".slurm": "bash"}
 
+SIGNATURE = re.compile(r"<!-- ::: ([\w.]+)((?: \w+)*) -->\n### ([\w.]+)\n.*?<!-- end -->", re.DOTALL)
 SEARCHED = "repository/README.md", "repository/CONTRIBUTING.md"
 MEASURED = "reference/figures", "explanation/log"  # of use to few who search
 # of use to most
@@ -65,6 +66,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def described(match: re.Match[str]) -> str:
+    """mkdocstrings' description of an object in place of the signature that code hosts show."""
+    members = ", ".join(match[2].split())
+    return f"::: {match[1]}\n    options: {{heading: {match[3]}, members: {f'[{members}]' if members else 'false'}}}\n"
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith("repository/") and uri not in SEARCHED:
@@ -73,4 +80,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": 0.2}
     elif uri.startswith(GUIDES):
         page.meta["search"] = {"boost": 4}
+    markdown = SIGNATURE.sub(described, markdown)
     return markdown if uri.startswith("repository/") else relinked(markdown, f"docs/{uri}", uri)

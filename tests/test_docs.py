@@ -80,6 +80,13 @@ def test_links_lead_somewhere(page):
     assert not missing, f"{page.name} links to {missing}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_pictures_are_readable_on_dark_pages(page):
+    pictures = [to for to in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text()) if "://" not in to]
+    themed = {to: "prefers-color-scheme: dark" in (page.parent / to).read_text(errors="ignore") for to in pictures}
+    assert all(themed.values()), f"{page.name} shows pictures whose colours do not follow the reader's: {themed}"
+
+
 def test_every_command_is_documented():
     from ringattn.launch.words import COMMANDS
 

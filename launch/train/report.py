@@ -110,13 +110,13 @@ def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float)
     except ImportError:
         return None
     with matplotlib.rc_context(STYLE):
-        figure = drawn(runs, entropy)
+        figure = figure_of(runs, entropy)
         with writing(folder / "picture.svg"):
             write(figure, folder / "picture.svg")
     return folder / "picture.svg"
 
 
-def drawn(runs: dict[str, list[dict[str, Any]]], entropy: float) -> Any:
+def figure_of(runs: dict[str, list[dict[str, Any]]], entropy: float) -> Any:
     """The picture's panels: loss over steps, and where it was measured memory over lengths."""
     from ringattn.launch.commands.plot import INK, RANKS, panels
 
@@ -128,10 +128,10 @@ def drawn(runs: dict[str, list[dict[str, Any]]], entropy: float) -> Any:
         steps = [r for r in rows if r["kind"] == "step"]
         style = {"linewidth": 4, "alpha": 0.4} if i else {"zorder": 3}
         left.plot(*columns(steps, "step", "loss"), color=RANKS[i % len(RANKS)], label=name, **style)
-    left.axhline(entropy, color=INK, lw=0.8, linestyle=":", label="knowing only how often each token occurs")
+    left.axhline(entropy, color=INK, lw=0.8, linestyle=":", label="by how often each token occurs")
     left.set(xlabel="step", ylabel="loss (nats a token)", title="loss")
     left.locator_params("x", integer=True)
-    left.legend()
+    left.legend(loc="upper right")
     for right in axes[1:]:
         for color, (name, memory) in zip(RANKS, probes.items(), strict=False):
             if memory:
