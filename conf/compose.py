@@ -10,7 +10,7 @@ import argparse
 import itertools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,14 +22,17 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 from omegaconf.resolvers import oc
-from yaml import MarkedYAMLError, YAMLError
+from yaml import AliasToken, MarkedYAMLError, YAMLError, scan
 
 from ringattn.conf import schema
-from ringattn.conf.keys import expected, nearest
+from ringattn.conf.keys import expected, nearest, whole
 from ringattn.conf.schema import Train
 
 NOT_HYDRA = "Hydra's own settings cannot be changed here, for they can run code"
 KNOWN = ("--multirun", "--cfg", "--config-dir", "--help")
+
+
+SIZE, ALIASES = 2**18, 16  # of a file: bytes, and places where it repeats a part of itself
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,6 +66,7 @@ def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
     with closed_environment(), hydra.initialize_config_module("ringattn.conf", "train", version_base="1.3"):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
+            tame(given.config_dir)
             axes = [values_of(word, parser, given.multirun) for word in given.words]
             runs = [(words, compose(words, given.config_dir)) for words in itertools.product(*axes)]
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -74,6 +78,20 @@ def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
         if name is not None and names.count(name) > 1:
             runs[i][1].run = f"{name}-{i}"
     return [(" ".join(w for w in words if w not in given.words), config) for words, config in runs]
+
+
+def tame(folder: Path | None) -> None:
+    """A ValueError for files that would keep Hydra busy: a few aliases of aliases make it compose for minutes."""
+    for path in sorted(folder.rglob("*.yaml")) if folder else []:
+        if path.stat().st_size > SIZE:
+            raise ValueError(f"{path} has {path.stat().st_size:,} bytes; a configuration has at most {SIZE:,}")
+        aliases = 0
+        with suppress(YAMLError):  # of a file that is taken, Hydra says where
+            aliases = sum(isinstance(token, AliasToken) for token in scan(path.read_bytes()))
+        if aliases > ALIASES:
+            raise ValueError(
+                f"{path} has {aliases} YAML aliases (*name), and at most {ALIASES} are taken; write values out"
+            )
 
 
 def compose(words: tuple[str, ...], folder: Path | None) -> Train:
@@ -135,13 +153,14 @@ def values_of(word: str, parser: Any, multirun: bool) -> list[str]:
         raise ValueError(f"{word}: this value cannot be read; {hint}") from None
     if re.match(r"\W*hydra\b", override.key_or_group):
         raise ValueError(f"{word}: {NOT_HYDRA}")
+    numeric = "int" in str(next((f.type for key, f in schema.every_key() if key == name), None))
     if not override.is_sweep_override():
-        return [word]
+        return [f"{word.partition('=')[0]}={whole(value)}" if numeric else word]
     if not multirun:
         raise ValueError(f"{word}: several values are a sweep; add --multirun, or quote a value that has commas")
     if not override.is_discrete_sweep():
         raise ValueError(f"{word}: a sweep takes its values from a list, range() or choice()")
-    return [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
+    return [f"{override.get_key_element()}={whole(v) if numeric else v}" for v in override.sweep_string_iterator()]
 
 
 def explain(error: Exception) -> str:

@@ -3,12 +3,15 @@
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable
 from typing import Any
 
 ALSO = {"gpu": "cuda"}  # what some call it
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # they would end lines of logs, and change what a terminal shows
+TIMES = {"K": 2**10, "M": 2**20, "G": 2**30}  # 128K tokens are 131072
 WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -46,6 +49,8 @@ def allow(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     """A ValueError for a value, or an element of a list, that the field does not allow."""
     least, below, among = (field.metadata.get(n) for n in ("least", "below", "among"))
     for each in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(each, str) and CONTROL.search(each):
+            raise ValueError(f"{name}={each!r}: text must be without control characters")
         if among and each is not None and each not in among:
             raise ValueError(f"{name}={each}: choose one of {', '.join(among)}{nearest(str(each), among)}")
         if isinstance(each, bool) or not isinstance(each, int | float):
@@ -58,6 +63,12 @@ def allow(name: str, field: dataclasses.Field[Any], value: Any) -> None:
             raise ValueError(f"{name}={each}: must be {least or 0} or above")
         if below is not None and each >= below:
             raise ValueError(f"{name}={each}: must be below {below}")
+
+
+def whole(text: str) -> str:
+    """A whole number with K, M or G at its end as one without; other texts as they are."""
+    digits, unit = text[:-1].replace("_", ""), text[-1:].upper()
+    return str(int(digits) * TIMES[unit]) if unit in TIMES and digits.isdecimal() else text
 
 
 def expected(hint: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ringattn
-from ringattn.conf.keys import allow, default_of, expected, meaning, nearest
+from ringattn.conf.keys import allow, default_of, expected, meaning, nearest, whole
 from ringattn.conf.keys import option as option
 from ringattn.launch.processes import sentence
 
@@ -154,7 +154,7 @@ def convert(key: str, text: str, hint: Any) -> Any:
             return text
         if kind in (int, float):
             try:
-                value = ast.literal_eval(text.replace("_", ""))
+                value = ast.literal_eval(whole(text).replace("_", ""))
             except (ValueError, SyntaxError):
                 continue
             if isinstance(value, int) or (kind is float and isinstance(value, float)):

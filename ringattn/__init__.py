@@ -86,4 +86,4 @@ def naming_extras(user: str) -> Iterator[None]:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *PUBLIC])
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

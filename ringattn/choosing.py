@@ -220,7 +220,7 @@ def report_of(
         lines = ["no prediction: give heads=(query, key) and head_dim to compare candidates"]
     else:
         own = best.transport.grads == "input" and best.transport.route != "relay"
-        nbytes = shape.backward_bytes(best.ring, shape.itemsize if own else 4)
+        nbytes = shape.backward_bytes(best.ring, best.ulysses, shape.itemsize if own else 4)
         lines = table(options, machine, gpus, assumed) + fits(options, machine)
     lines += [*notes, *route_report(best, nbytes), *groups_report(best, shape), *reasons]
     head = [sentence(options, machine), str(best)] if options else [str(best)]

@@ -146,8 +146,8 @@ def value_of(value: Any, name: str, where: str, limits: Mapping[str, Any]) -> An
     if name in TABLES:
         return value
     if name in ("name", "device", "source", "chip"):
-        if not isinstance(value, str):
-            raise ValueError(f"{where}: {name}={value!r}: expected text")
+        if not isinstance(value, str) or not value.isprintable():
+            raise ValueError(f"{where}: {name}={value!r}: expected a line of text")
         return value
     numbers = tuple(value) if isinstance(value, list) else (value,)
     low, high = limits[name]
@@ -164,8 +164,18 @@ def value_of(value: Any, name: str, where: str, limits: Mapping[str, Any]) -> An
 
 def of_dict(given: dict[str, Any], where: str) -> Machine:
     """The machine that a file describes: `like` names another description, of which it gives what differs."""
-    if "like" in given:
-        given = over(given, tomllib.loads(Path(load(given["like"]).path).read_text()))
+    path, passed = where, [where]
+    while "like" in given:
+        try:
+            path = str(path_of(given["like"]))
+            given = over(given, parsed(Path(path)))
+        except ValueError as error:
+            raise ValueError(f"{passed[-1]}: like = {given['like']!r}: {error}") from None
+        if path in passed:
+            raise ValueError(
+                f"{where}: like goes in a circle, {' -> '.join([*passed, path])}; one must give all values"
+            )
+        passed.append(path)
     values = of_table(given, Machine, where, LIMITS)
     for name in ("inside", "between"):
         values[name] = Link(**of_table(values[name], Link, f"{where} [{name}]", LINK_LIMITS))
@@ -186,12 +196,11 @@ def of_text(text: str) -> Machine:
 
 def over(given: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """The values of a file on top of those of another one, table by table."""
-    if "like" in base:
-        base = over(base, tomllib.loads(Path(load(base["like"]).path).read_text()))
+    given = {name: x for name, x in given.items() if name != "like"}  # that of the base stays
     both = {
         name: {**base[name], **given[name]} for name in TABLES if isinstance(given.get(name), dict) and name in base
     }
-    return {name: x for name, x in {**base, **given, **both}.items() if name != "like"}
+    return {**base, **given, **both}
 
 
 def shipped() -> list[str]:
@@ -206,9 +215,14 @@ def assumed(device: str) -> Machine:
 
 @lru_cache(maxsize=64)
 def read(path: Path, changed: int) -> Machine:
+    return of_dict(parsed(path), str(path))
+
+
+def parsed(path: Path) -> dict[str, Any]:
+    """The values of a TOML file."""
     try:
-        return of_dict(tomllib.loads(path.read_text()), str(path))
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not TOML: {error}") from None
 
 
@@ -216,6 +230,12 @@ def load(machine: "str | Path | Machine") -> Machine:
     """The description of this name (`ringattn/machines/`), or in this file."""
     if isinstance(machine, Machine):
         return machine
+    path = path_of(machine)
+    return read(path, path.stat().st_mtime_ns)
+
+
+def path_of(machine: Any) -> Path:
+    """The file of a description, by its name or path."""
     if not isinstance(machine, str | Path):
         raise ValueError(f"machine={machine!r}: a name ({', '.join(shipped())}) or the path of a description")
     path = SHIPPED / f"{machine}.toml" if str(machine) in shipped() else Path(machine)
@@ -225,7 +245,7 @@ def load(machine: "str | Path | Machine") -> Machine:
             f"machine={str(machine)!r}: no such description or file"
             + (f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(shipped())}")
         )
-    return read(path, path.stat().st_mtime_ns)
+    return path
 
 
 def chip_here(device: str) -> str | None:

@@ -10,6 +10,7 @@ ring have 268 million steps, forward and again backward.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
+from html import escape
 from itertools import chain, pairwise
 from math import gcd
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from ringattn.spec import AttentionSpec, Docs
 
 SLOW = re.compile(r"(rank|host)(\d+):(\d+\.?\d*|\.\d+)")
 MOST = 16384  # ranks of a ring: it takes a minute, and a gigabyte of pairs
+COLORS = {"computes": "#2a9d8f", "waits for keys": "#e76f51", "sends after its last step": "#8d99ae"}
 ONE = np.ones(1)
 TRIALS, SAME = 30, 1e-3  # at most so many until what is simulated changes by less
 
@@ -349,11 +351,13 @@ def gathered(plan: Plan, world: World, work: np.ndarray, nbytes: float, at: np.n
 
 
 def timeline(played: Played, ranks: Mapping[int, str], width: int = 84) -> list[str]:
-    """Text: of watched ranks, by number, when each computes (#) and waits (.)."""
+    """Text: of watched ranks, by number, when each computes (#), waits (.), and sends after its last step (-)."""
     scale, spans = width / played.seconds, played.steps[1:].T
     lines = []
     for number, name in ranks.items():
-        marks = ["."] * width
+        last = int(spans[played.watched.index(number)].max() * scale)
+        end = int(played.finish.ravel()[number] * scale)
+        marks = list(("." * last + "-" * (end - last)).ljust(width)[:width])
         for begun, ended in spans[played.watched.index(number)]:
             for i in range(int(begun * scale), max(int(begun * scale) + 1, int(ended * scale))):
                 if i < width and ended > begun:
@@ -363,18 +367,29 @@ def timeline(played: Played, ranks: Mapping[int, str], width: int = 84) -> list[
 
 
 def draw(played: Played, ranks: Mapping[int, str], title: str) -> str:
-    """The same as an SVG picture: steps green, waiting for keys orange."""
+    """The same as an SVG picture, with an axis in milliseconds."""
     width, left, row = 900, 110, 22
-    scale, spans = (width - left - 10) / played.seconds, played.steps[1:].T
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{row * (len(ranks) + 2)}" '
-             f'font-family="sans-serif" font-size="12"><text x="4" y="15">{title}</text>']  # fmt: skip
+    scale, spans = (width - left - 40) / played.seconds, played.steps[1:].T
+    bottom = row * (len(ranks) + 1)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 2 * row}" '
+             f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+             f'<text x="4" y="15">{escape(title)}</text>']  # fmt: skip
+    for i in range(5):  # of the axis
+        x = left + i / 4 * played.seconds * scale
+        parts.append(f'<path d="M{x:.1f} {row}V{bottom + 3}" stroke="#ccc"/>'
+                     f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">'
+                     f"{played.seconds * 250 * i:.4g} ms</text>")  # fmt: skip
+    for i, (what, color) in enumerate(COLORS.items()):
+        parts.append(f'<rect x="{left + 200 * i}" y="{bottom + 25}" width="12" height="12" fill="{color}"/>'
+                     f'<text x="{left + 200 * i + 18}" y="{bottom + 36}">{what}</text>')  # fmt: skip
     for i, (number, name) in enumerate(ranks.items(), 1):
         parts.append(f'<text x="4" y="{row * i + 15}">{name}</text>')
-        before = 0.0
-        for begun, ended in spans[played.watched.index(number)]:
-            for start, stop, color in ((before, begun, "#e76f51"), (begun, ended, "#2a9d8f")):
+        before, finish = 0.0, played.finish.ravel()[number]
+        for begun, ended in [*spans[played.watched.index(number)], (finish, finish)]:
+            waits = "waits for keys" if begun < finish else "sends after its last step"
+            for start, stop, what in ((before, begun, waits), (begun, ended, "computes")):
                 if (stop - start) * scale > 0.2:
                     parts.append(f'<rect x="{left + start * scale:.1f}" y="{row * i + 3}" height="{row - 6}" '
-                                 f'width="{(stop - start) * scale:.1f}" fill="{color}"/>')  # fmt: skip
+                                 f'width="{(stop - start) * scale:.1f}" fill="{COLORS[what]}"/>')  # fmt: skip
             before = ended
     return "\n".join([*parts, "</svg>"])

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.comms import messages
 from ringattn.launch import words
 from ringattn.launch.bench import plans, table
 from ringattn.launch.commands import calibrate
@@ -162,8 +163,7 @@ def inexact(hosts: int) -> list[str]:
             given = oracle.inputs(case, torch.float32)
             found, truth = oracle.run(case, mesh, given, **how), oracle.dense(case, given)
             worst = max([worst, *oracle.errors(case, mesh, found, truth).values()])
-        every: list[Any] = [None] * ranks
-        dist.all_gather_object(every, worst)
+        every = messages.gather(worst)
         if dist.get_rank() == 0:
             print(f"{hosts} hosts, {way}: off by {max(every):.1e}", flush=True)
         if max(every) > MOST:
@@ -175,8 +175,7 @@ def candidates(ranks: int, settings: list[str]) -> Iterator[Row]:
     """The rows of all settings, with the time of the slowest rank, on the machine as calibrated just now."""
     machine = calibrate.among_ranks("cpu", 5, HEAD_DIM)
     for row in plans.measured(plans_options(ranks, settings), machine):
-        every: list[Any] = [None] * ranks
-        dist.all_gather_object(every, row["ms"])
+        every = messages.gather(row["ms"])
         yield row | {"ms": max(every), "calibrated": calibrated(machine)}
 
 

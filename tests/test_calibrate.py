@@ -20,7 +20,8 @@ def test_a_calibrated_file_describes_this_machine_and_plans_take_it(tmp_path, ca
     assert "measured by ringattn calibrate" in capsys.readouterr().out
     result = machine.load(path)
     assert result.memory > 2**28 and result.products > 0 and "measured" in result.source
-    assert result.device != "cpu" or "tiled/float32" in result.rates
+    measured = {"float32", "tiled/float32", "bfloat16"} if result.device == "cpu" else {"bfloat16"}
+    assert all(result.rates[n] != machine.assumed(result.device).rates.get(n) and n in result.source for n in measured)
     plan = ra.plan(elsewhere(result.device, [(4, 1)]), seq_len=4096, heads=4, head_dim=64, machine=path)
     assert result.name in plan.explain()
     monkeypatch.setattr(machine, "OWN", path)

@@ -33,6 +33,10 @@ def test_without_words_every_command_is_listed():
     assert all(f"  {name} " in ended.stdout for name in words.COMMANDS)
 
 
+def test_only_public_names_are_listed():
+    assert set(dir(ra)) == {*ra.__all__} | {name for name in vars(ra) if name.startswith("__")}
+
+
 def test_its_version(capsys):
     assert words.main(["--version"]) == 0 and capsys.readouterr().out == f"ringattn {ra.__version__}\n"
 
@@ -94,6 +98,7 @@ def test_every_benchmark_has_help(suite, capsys):
         (["plan", "heads=1,2,3"], "heads=32,8"),
         (["plan", "device=gpu"], "choose one of cuda, cpu, tpu"),
         (["plan", "ring=4", "hosts=2", "transport=symmetric"], "needs GPUs of one host; use device=cuda hosts=1"),
+        (["plan", "machine=h\n"], r"machine='h\n': text must be without control characters"),
         (["plan", "ring=4", "hosts=3"], "hosts=3 do not divide 4 ranks"),
         (["plan", "machine=h10"], "no such description or file; did you mean 'h100'?"),
         (["plan", "ring=2", "key_len=100"], "key_len=100 beside seq_len=131072 needs causal=false"),
@@ -188,6 +193,8 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
         ([], "straight from their owners, over symmetric memory; in backward 25.2 MB a block"),
         (["transport=group"], "over nccl; in backward"),
         (["hosts=2"], "route levels: blocks come host by host, over nccl"),
+        (["seq_len=1M", "ring=16", "ulysses=8", "layout=auto", "heads=64,8", "machine=h100"], "100.7 MB a block"),
+        (["ring=1", "layout=auto", "hosts=2", "machine=h100"], "16 ranks"),
         (["route=relay"], "steps of the relay route"),
         (["strategy=gather", "groups=2"], "heads exchanged in 2 groups (as given)"),
         (["together=3"], "  100%    100%    100%    100%"),

@@ -188,6 +188,7 @@ def test_shipped_descriptions_state_their_source(name, tmp_path):
         ("[rates]\nbfloat16 = [600e12, 1]", "expected a number from"),
         ("[rates]\nbfloat16 = 600", "expected two numbers"),
         ("gpus =", "not TOML"),
+        ('name = "\\u001b[31m"', "name='\\x1b[31m': expected a line of text"),
     ],
 )
 def test_wrong_descriptions_are_refused_with_the_file_and_the_number(line, says, tmp_path):
@@ -196,6 +197,22 @@ def test_wrong_descriptions_are_refused_with_the_file_and_the_number(line, says,
     with pytest.raises(ValueError, match=re.escape(says)) as error:
         machines.load(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (b"first", b"", "like goes in a circle"),
+        (b"second", b"first", "like goes in a circle"),
+        (b"second", b"\xff\xfe", "second.toml: not TOML"),
+    ],
+)
+def test_descriptions_that_no_other_completes_are_refused_by_name(first, second, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, like in (("first", first), ("second", second)):
+        Path(f"{name}.toml").write_bytes(b'like = "%s.toml"\n' % like)
+    with pytest.raises(ValueError, match=f"^first.toml: .*{says}"):
+        machines.load("first.toml")
 
 
 def test_missing_numbers_and_files_are_named(tmp_path):

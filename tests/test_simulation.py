@@ -1,5 +1,6 @@
 """A plan played event by event: what it is without trouble, and what trouble does to it."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -193,4 +194,10 @@ def test_the_command_draws_the_timeline_and_says_from_what_length_far_ranks_pay(
     assert words.main(["simulate", *argv]) == 0
     printed = capsys.readouterr().out
     assert "2 ranks pay from " in printed and "is the last" in printed and "they cost" in printed
-    assert picture.read_text().startswith("<svg") and picture.read_text().count("<rect") > 2
+    assert picture.read_text().count("<rect") > 6 and "waits for keys</text>" in picture.read_text()
+    axis = float(re.findall(r"([\d.]+) ms</text>", picture.read_text())[-1])
+    assert f"simulated {axis:.4g} ms" in printed
+    last, ends = re.search(r"rank (\d) is the last", printed)[1], {}
+    for y, x, width in re.findall(r'x="([\d.]+)" y="(\d+)" height="16" width="([\d.]+)"', picture.read_text()):
+        ends[x] = max(ends.get(x, 0), float(y) + float(width))
+    assert len(ends) == 2 and max(ends, key=ends.get) == str(25 + 22 * int(last))

@@ -33,6 +33,12 @@ def test_the_files_choose_values_and_words_change_them():
 
 
 @pytest.mark.slow
+def test_lengths_end_with_k_and_m(capsys):
+    found = []
+    assert configured.run(["-m", "seq_len=4k,1M", "steps=2K", "run=2K"], lambda c, swept: found.append(c) or 0) == 0
+    assert [(c.seq_len, c.steps) for c in found] == [(4096, 2048), (2**20, 2048)] and found[0].run == "2K-0"
+
+
 def test_every_file_of_every_group_composes():
     for group in schema.GROUPS:
         for name in schema.files(group):
@@ -61,6 +67,7 @@ def test_without_arguments_the_configuration_is_the_schema():
         (["seq_len=abc"], "seq_len: expected a whole number; Value 'abc'"),
         (["model.window=wide"], "model.window: expected a whole number or null; Value 'wide'"),
         (["run=a(b"], "run=a(b: "),
+        (["run='a\x1b[31m'"], r"run='a\x1b[31m': text must be without control characters"),
         (["nproc=0"], "nproc=0: must be above 0"),
         (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
         (["optimizer.beta1=2"], "optimizer.beta1=2.0: must be below 1"),
@@ -121,6 +128,12 @@ def test_an_impossible_setting_is_an_error_of_one_sentence(words, message, capsy
         ("run: '${oc.decode:${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
         ("run: '${oc.select:nothing,${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
         ("defaults: [override /model: '${oc.env:HOME}']", "${oc.env:HOME} is refused"),
+        (
+            "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else 'x')}]" for i in range(9)),
+            "mine.yaml has 72 YAML aliases (*name), and at most 16 are taken",
+        ),
+        ("# " + "x" * 2**18, "mine.yaml has 262,16"),
+        (r'run: "a\0b\n"', r"run='a\x00b\n': text must be without control characters"),
         ("hydra: {job: {chdir: true}}", "hydra.job: Hydra's own settings cannot be changed here"),
         ("hydra: {job: {env_copy: [NOWHERE_AT_ALL]}}", "hydra.job.env_copy: Hydra's own settings"),
     ],
@@ -208,6 +221,7 @@ def test_ulysses_takes_all_ranks(words, size):
     ("choices", "message"),
     [
         ({"nproc": 1, "resume": "nowhere"}, "nowhere is not a complete checkpoint"),
+        ({"nproc": 2, "strategy": schema.Strategy(keys="ulysses")}, "use strategy=ulysses or strategy.keys=ring"),
         ({"nproc": 2, "machine": "h10"}, "no such description or file; did you mean 'h100'?"),
         ({"nproc": 2, "machine": "h100"}, "it describes cuda, and device=cpu"),
     ],

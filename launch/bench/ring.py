@@ -20,6 +20,7 @@ import torch
 
 import ringattn as ra
 from ringattn.choosing import elsewhere
+from ringattn.comms import messages
 from ringattn.launch.bench import Row, over_ranks, timeline
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.bench.masks import WORDS, Case, asked_by, cases
@@ -116,9 +117,7 @@ def measured(options: Options) -> Iterator[Row]:
 
 def slowest(times: list[float]) -> int:
     """The played rank that takes longest, by the clock of the first process: all must play the same."""
-    chosen = [times.index(max(times))]
-    torch.distributed.broadcast_object_list(chosen)
-    return chosen[0]
+    return int(messages.gather(times.index(max(times)))[0])
 
 
 def floor(options: Options, case: Case) -> dict[str, float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.launch.words import option, writable
-from ringattn.machine import OWN, Link, Machine, chip_here, of_device, write
+from ringattn.machine import OWN, Link, Machine, chip_here, of_device, of_text, write
 from ringattn.predict import BACKWARD
 
 SIZES = {"cpu": (1024, 256, 512), "cuda": (16384, 4096, 8192)}  # tokens of a call, of a window, rows of a product
@@ -63,20 +63,23 @@ def among_ranks(device: str, repeats: int, head_dim: int = 0) -> Machine:
     """What rank 0 measures while the others wait, then the links and cores that all share: the same on every rank."""
     import torch.distributed as dist
 
-    alone: list[Any] = [measured(device, repeats, head_dim) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(alone)
-    machine = linked(alone[0], device, repeats)
+    from ringattn.comms import messages
+
+    alone = messages.gather(measured(device, repeats, head_dim).text if dist.get_rank() == 0 else None)[0]
+    machine = linked(of_text(alone), device, repeats)
     return machine.replace(cores=cores(machine.gpus, repeats, head_dim)) if device == "cpu" else machine
 
 
-def attention(device: str, head_dim: int, tokens: int, window: int | None = None) -> list[Callable[[], Any]]:
+def attention(
+    device: str, head_dim: int, tokens: int, window: int | None = None, dtype: Any = None
+) -> list[Callable[[], Any]]:
     """A forward pass, and one with backward."""
     import torch
 
     import ringattn as ra
 
     sizes = 1, tokens, HEADS[device], head_dim or DIM[device]
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     q, k, v = (torch.randn(sizes, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     dout, forward = torch.ones_like(q), partial(ra.attention, q, k, v, spec=ra.AttentionSpec(window=window))
     return [forward, lambda: torch.autograd.grad(forward(), (q, k, v), dout)]
@@ -89,9 +92,9 @@ def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
     base, (long, window, rows) = of_device(device), SIZES[device]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
-    def passes(tokens: int, sees: int | None = None) -> tuple[float, float]:
+    def passes(tokens: int, sees: int | None = None, dtype: Any = dtype) -> tuple[float, float]:
         """Seconds of a call, forward and backward."""
-        forward, both = (timed(call, repeats) for call in attention(device, head_dim, tokens, sees))
+        forward, both = (timed(call, repeats) for call in attention(device, head_dim, tokens, sees, dtype))
         return forward, max(1e-9, both - forward)
 
     def rate(seconds: tuple[float, float], pairs: float) -> tuple[float, float]:
@@ -100,9 +103,11 @@ def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
 
     start, longest = passes(8), passes(long)
     name = "bfloat16" if device == "cuda" else "float32"
-    rates = {**base.rates, name: rate(longest, long * (long + 1) / 2)}
+    own = {name: rate(longest, long * (long + 1) / 2)}
     if device == "cpu":  # another kernel serves what is no few rectangles; those of GPUs have rates of their own
-        rates[f"tiled/{name}"] = rate(passes(long, window), (long - window / 2) * window)
+        own[f"tiled/{name}"] = rate(passes(long, window), (long - window / 2) * window)
+        half = long // 2
+        own["bfloat16"] = rate(passes(half, dtype=torch.bfloat16), half * (half + 1) / 2)
     x = torch.randn(rows, rows, dtype=dtype, device=device)
     product = 2 * rows**3 / timed(lambda: x @ x, repeats)
     big = torch.empty(COPIED[device], dtype=torch.uint8, device=device)
@@ -114,9 +119,9 @@ def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         arch = torch.cuda.get_device_capability()
     return base.replace(
-        name=f"{chip or 'CPU'} of {platform.node()}", chip=chip, rates=rates, products=product / 1e12, bandwidth=copy,
-        start=start, memory=float(memory), arch=arch, cores=0.0,
-        source="measured by ringattn calibrate, but for the links",
+        name=f"{chip or 'CPU'} of {platform.node()}", chip=chip, rates={**base.rates, **own},
+        products=product / 1e12, bandwidth=copy, start=start, memory=float(memory), arch=arch, cores=0.0,
+        source=f"measured by ringattn calibrate: memory, products, {', '.join(own)}; the rest: {base.name}",
     )  # fmt: skip
 
 
@@ -130,7 +135,7 @@ def linked(machine: Machine, device: str, repeats: int) -> Machine:
     assert dist.group.WORLD is not None
     hosts = hosts_of(dist.group.WORLD) or 1
     gpus = ranks // hosts
-    links = {"gpus": gpus, "source": f"measured by ringattn calibrate on {ranks} ranks of {hosts} hosts"}
+    links = {"gpus": gpus, "source": f"{machine.source}; links measured on {ranks} ranks of {hosts} hosts"}
     if gpus > 1:
         links["inside"] = link(1, gpus, gpus, device, repeats, machine.inside.sharing)
     if hosts > 1:
@@ -167,10 +172,11 @@ def cores(gpus: int, repeats: int, head_dim: int) -> float:
     """How many ranks of a host compute at once as fast as one alone; 0 if all do."""
     import torch.distributed as dist
 
+    from ringattn.comms import messages
+
     call = attention("cpu", head_dim, SIZES["cpu"][0])[1]
-    alone: list[Any] = [timed(call, repeats) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(alone)
-    share = float(alone[0] / slowest(call, "cpu", repeats))
+    alone = messages.gather(timed(call, repeats) if dist.get_rank() == 0 else None)[0]
+    share = float(alone / slowest(call, "cpu", repeats))
     return gpus * share if share < OWN_CORES else 0.0
 
 

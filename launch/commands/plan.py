@@ -10,7 +10,7 @@ kernels. In JAX it shows the program of all ranks, whose arguments documents are
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -49,7 +49,10 @@ class Options:
     layout: str = option("auto", "auto, contiguous, striped, zigzag or balanced")
     kernel: str = option("auto", "auto, or the name of a kernel")
     machine: str | None = option(None, "a description of the machine: a name (h100, h200, ...) or a file")
-    hosts: int | None = option(None, "hosts, each with as many consecutive ranks; by default as the description says")
+    hosts: int | None = option(
+        None,
+        "hosts, each with as many consecutive ranks; by default as the description says. Without sizes, all their GPUs",
+    )
     route: str = option("auto", "how keys reach the ranks of a ring: auto, direct, relay or levels")
     together: int | None = option(None, "with route=direct: from how many ranks keys arrive in a step")
     transport: str = option("auto", "auto, symmetric (GPUs of one host share memory) or group (NCCL, gloo)")
@@ -142,6 +145,9 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     if ranks > RANKS:
         raise ValueError(f"{ranks} ranks; a plan is made for {RANKS} at most")
     machine = None if options.machine is None else load(options.machine)
+    if options.hosts and options.sequence is None and ranks == 1:
+        gpus = (of_device(options.device) if machine is None else machine).gpus
+        return planned(replace(options, sequence=options.hosts * gpus), spec, docs)
     if options.hosts is not None and ranks % options.hosts:
         raise ValueError(f"hosts={options.hosts} do not divide {ranks} ranks; hosts have equally many of them")
     gpus = ranks // options.hosts if options.hosts else None

@@ -70,7 +70,8 @@ def run(options: Options) -> int:
     last = int(played.finish.argmax())
     names = {n: f"rank {n}" for n in sorted({*some, last} & set(played.watched))}
     print("\n".join(timeline(played, names)))
-    print(f"# computes, . waits; rank {last} is the last")
+    drawn = "" if last in names else ", which is not drawn,"
+    print(f"# computes, . waits, - sends after its last step; rank {last}{drawn} is the last")
     if picture:
         picture.write_text(draw(played, names, f"{spoken(best.plan) or 'one rank'} on {machine.name}"))
     if options.pays:

@@ -200,6 +200,11 @@ def resolved(config: Train, ranks: int | None) -> Train:
             f"make the product {ranks}, or start {plural(fixed)}"
         )
     rest = ranks // fixed
+    if s.keys == "ulysses" and (s.ring or rest) > 1:
+        raise ValueError(
+            f"strategy.keys=ulysses has no ring, but the ring has {s.ring or rest} ranks; "
+            "use strategy=ulysses or strategy.keys=ring"
+        )
     precision = ("bfloat16" if device == "cuda" else "float32") if config.precision == "auto" else config.precision
     strategy = dataclasses.replace(s, ring=s.ring or rest, ulysses=s.ulysses or rest)
     return dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks)
