@@ -367,9 +367,9 @@ class Plan(Value):
 
         Position p gets position p - shift, so shift=-1 gives every token its successor: labels, or the targets of
         multi-token prediction. Nothing wraps around or crosses documents: such positions get `fill`, by default -100
-        for integers and 0 otherwise. In torch only the tokens that change ranks are sent, once (twice if both the ring
-        and the Ulysses rank change): one token per segment for shift=-1, all of them in the striped layout. JAX takes
-        the array that `shard` made, and gathers it.
+        for integers (the result of unsigned ones is signed) and 0 otherwise. In torch only the tokens that change ranks
+        are sent, once (twice if both the ring and the Ulysses rank change): one token per segment for shift=-1, all of
+        them in the striped layout. JAX takes the array that `shard` made, and gathers it.
         """
         return self._sharding.roll(x, self, shift, dim, docs, fill)
 

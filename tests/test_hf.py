@@ -609,8 +609,8 @@ def test_bad_input_is_named():
         for more in ({}, {"labels": batch()}, {"past_key_values": hf.RanksCache(plan_of_one(), T)}):
             with pytest.raises(ValueError, match=r"attention_mask is of type (dict|list); expected a tensor"):
                 model(batch(), attention_mask=mask, **more)
-    with pytest.raises(ValueError, match="past_key_values is of type object: a prepared model takes the cache over"):
-        model(batch(), past_key_values=object())
+    with pytest.raises(ValueError, match="old is of type DynamicCache: a prepared model takes the cache over"):
+        model(batch(), old=transformers.DynamicCache())  # a cache by what it is, whatever it is called
     with pytest.raises(ValueError, match="pass input_ids or inputs_embeds"):
         model()
     with pytest.raises(ValueError, match="outside a prepared model"):

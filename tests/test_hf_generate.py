@@ -137,7 +137,7 @@ def test_what_generate_cannot_do_is_refused():
         model.generate(tokens, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="assisted_generation is not supported over ranks; supported are greedy"):
         model.generate(tokens[:1], max_new_tokens=2, prompt_lookup_num_tokens=2)
-    with pytest.raises(ValueError, match="past_key_values is of type DynamicCache: a prepared model takes the cache"):
+    with pytest.raises(ValueError, match="is of type DynamicCache: a prepared model takes the cache over ranks"):
         model.generate(tokens, max_new_tokens=2, past_key_values=transformers.DynamicCache())
     cache = hf.RanksCache(plan_of_one(), T)
     model(tokens, past_key_values=cache)

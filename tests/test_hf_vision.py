@@ -230,6 +230,29 @@ def test_generate_goes_on_from_images_as_one_rank_does(kind):
         assert result.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("kind", ["llava_onevision", "got_ocr2"])
+def test_what_models_hand_to_their_decoders_without_need_is_not_refused(kind):
+    """These hand logits_to_keep on, and GOT-OCR2 has a tower whose attention cannot be replaced."""
+    text = {"model_type": "qwen2", **TEXT}
+    tower = {"output_channels": 8, "window_size": 2, "global_attn_indexes": [0], "mlp_dim": 32}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 4}
+    vision |= tower if kind == "got_ocr2" else {"model_type": "siglip_vision_model", "intermediate_size": 32}
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    ids = torch.randint(3, 50, (2, T))
+    given = [{}, {"logits_to_keep": 0}, {"logits_to_keep": 3}]
+    results = []
+    for _ in range(2):
+        with torch.no_grad():
+            results.append([model(ids, **more).logits for more in given])
+        results[-1].append(model.generate(ids, max_new_tokens=3, do_sample=False))
+        if len(results) == 1:
+            model = hf.prepare(model, ra.plan(seq_len=T))
+    for mine, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+
+
 def trained(kind: str, way: str, steps: int) -> list[float]:
     """The losses of a model with images whose decoder and tower FSDP2 shards; over ranks unless there is one."""
     mesh = ra.init_mesh(ring=dist.get_world_size(), device_type="cpu")

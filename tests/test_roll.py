@@ -53,6 +53,7 @@ def test_equals_the_definition_in_every_layout(layout, ring, ulysses, shift, dim
         (moved * plan.shard(weights, dim=dim)).sum().backward()
         rolled = plan.roll(plan.shard(ids, dim=dim), shift, dim=dim, docs=packed[docs])
         assert rolled.movedim(dim, 0)[~plan.real_tokens()].eq(-100).all()
+        assert torch.equal(plan.roll(plan.shard(ids.byte(), dim=dim), shift, dim=dim, docs=packed[docs]), rolled)
         return plan.unshard(rolled, dim=dim), leaf.grad
 
     results = run(one_rank, ring=ring, ulysses=ulysses)

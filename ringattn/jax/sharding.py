@@ -77,8 +77,10 @@ def roll(x: Array, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None 
     inside = (here == source) & (here < ends.shape[1]) & (at >= count)  # tokens after the documents are in none
     shape = [T if i == dim else len(inside) if i == 0 else 1 for i in range(x.ndim)]
     moved = jnp.take(unshard(x, plan, dim), jnp.clip(at - count, 0, T - 1), dim)
+    if fill is None and jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        moved = moved.astype(int)  # bytes have no -100
     empty = (-100 if jnp.issubdtype(x.dtype, jnp.integer) else 0) if fill is None else fill
-    return shard(jnp.where(inside.reshape(shape), moved, jnp.asarray(empty, x.dtype)), plan, dim)
+    return shard(jnp.where(inside.reshape(shape), moved, jnp.asarray(empty, moved.dtype)), plan, dim)
 
 
 def dim_of(x: Array, dim: int) -> int:

@@ -56,7 +56,7 @@ def local_batch(
             tokens, labels = (x.flatten().index_select(0, real.to(x.device))[None] for x in (tokens, labels))
             at = real % len(at)
         plan = plan.for_docs(docs)
-    mine = (plan.shard(x, dim=1).to(device or x.device) for x in (tokens, labels - IGNORED))
+    mine = (plan.shard(x, dim=1).to(device or x.device) for x in (tokens, labels.long() - IGNORED))
     tokens, labels = next(mine), next(mine) + IGNORED  # padding, 0, becomes IGNORED
     return Batch(tokens, labels, plan.shard(at, dim=0, compare=False).to(tokens.device), plan, docs)
 
@@ -85,8 +85,10 @@ def as_one_row(docs: Docs, shape: tuple[int, int], real: np.ndarray | None = Non
 def following(labels: Tensor, docs: Docs | None) -> list[Tensor]:
     """What each token [B, T] predicts: the label of the next one of its document, in trees along its branches.
 
-    Where several branches go on from a token, it has a target in several of these.
+    Where several branches go on from a token, it has a target in several of these. Targets are int64, whatever the
+    tokens are: bytes have no value for IGNORED.
     """
+    labels = labels.long()
     if docs is None:
         return [F.pad(labels[:, 1:], (0, 1), value=IGNORED)]
     cuts, joins = [], []  # (row, token) that ends a document, and (which target, row, token, the token it predicts)

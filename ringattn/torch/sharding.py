@@ -143,6 +143,8 @@ def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None
     outside = ~within(plan, int(shift), docs, place, x.device)
     shape = [n if i == dim else len(outside) if i == 0 else 1 for i, n in enumerate(x.shape)]
     integers = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    if integers and fill is None and not x.dtype.is_signed:
+        moved = moved.long()  # bytes have no -100
     return moved.masked_fill(outside.view(shape), (-100 if integers else 0) if fill is None else fill)
 
 

@@ -15,7 +15,8 @@ from ringattn.values import Value
 NAME = "ringattn"  # what transformers calls this attention
 CHUNKED = "chunked_attention"  # layers whose window is a block of positions
 ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
-PASSED = {*ARGUMENTS, "position_ids", "use_cache", "cache_position"}  # what layers pass on and attention ignores
+PASSED = {*ARGUMENTS, "position_ids", "use_cache", "cache_position", "logits_to_keep"}
+# what layers pass on and attention ignores
 
 
 class Call(Value):

@@ -46,12 +46,12 @@ def forward(
     """What a prepared model does with whole sequences. torch.compile takes what lies in between: the layers."""
     following = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
     hf_vision.refuse_rows(self, position_ids)
-    if (cache := kwargs.pop("past_key_values", None)) is not None:
+    if (name := hf_generate.cache_among(kwargs)) is not None:
         if any(x is not None for x in following.values()):
-            raise ValueError("labels with past_key_values: a cache has no gradients; leave one of them out")
+            raise ValueError(f"labels with {name}: a cache has no gradients; leave one of them out")
         x = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         refuse_mask(attention_mask)
-        return hf_generate.with_cache(self, cache, x, attention_mask, position_ids, logits_to_keep, kwargs)
+        return hf_generate.with_cache(self, name, x, attention_mask, position_ids, logits_to_keep, kwargs)
     head, docs = kwargs.pop("fused_lm_head", False), kwargs.get("docs")
     if head and docs is not None:
         raise ValueError("docs with fused_lm_head are not supported; pass packed documents by position_ids")

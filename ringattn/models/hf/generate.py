@@ -8,6 +8,8 @@ prompt while that is read, and is then dropped from the caches, whose rows have 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from functools import cache as cached
 from inspect import signature
 from typing import Any
 
@@ -34,6 +36,7 @@ class RanksCache:
     """What `generate` takes for a cache: one `ringattn.KVCache` a layer, for `max_len` tokens a row, or its state."""
 
     is_compileable = is_croppable = False
+    is_linear = (False,)  # of any layers: the number of tokens is known
 
     def __init__(self, plan: Plan, max_len: int):
         self.plan, self.max_len = plan, max_len
@@ -107,13 +110,14 @@ class RanksCache:
 
 
 def with_cache(
-    self: Any, cache: Any, x: dict[str, Tensor | None], attention_mask: Tensor | None,
+    self: Any, cache_name: str, x: dict[str, Tensor | None], attention_mask: Tensor | None,
     position_ids: Tensor | None, keep: int | Tensor, given: dict[str, Any],
 ) -> Any:  # fmt: skip
     """The model's output for new tokens, the same on every rank: logits [B, kept, V] of the last `keep`, or of all."""
+    cache = given.pop(cache_name)
     if not isinstance(cache, RanksCache):
         raise ValueError(
-            f"past_key_values is of type {type(cache).__name__}: a prepared model takes the cache over ranks that its "
+            f"{cache_name} is of type {type(cache).__name__}: a prepared model takes the cache over ranks that its "
             "own generate(..., return_dict_in_generate=True) returns"
         )
     if isinstance(keep, Tensor):
@@ -128,8 +132,8 @@ def with_cache(
     padding = padding_of(attention_mask, cache, B, n)
     if any(layer.room() < n for layer in cache.layers.values()):
         raise ValueError(
-            f"past_key_values has {cache.length} tokens a row and no room for {n} more: make it with max_len="
-            f"{cache.length + n} or more, as in past_key_values=hf.RanksCache(plan, max_len)"
+            f"{cache_name} has {cache.length} tokens a row and no room for {n} more: make it with max_len="
+            f"{cache.length + n} or more, as in {cache_name}=hf.RanksCache(plan, max_len)"
         )
     own = torch.arange(cache.length, cache.length + n, device=tokens.device).expand(B, n)
     own = own if cache.padding is None else (own - cache.padding[:, None]).clamp(min=0)
@@ -154,7 +158,20 @@ def with_cache(
     logits = logits[:, -n_kept:] if chunk is None else chunk.join(logits)
     cache.grow(n, padding is not None)
     cache.turned = hf_vision.turned(self, B) if media else cache.turned
-    return type(output)(**{**output, "logits": logits, "past_key_values": cache})
+    return type(output)(**{**output, "logits": logits, result_name(type(output)): cache})
+
+
+def cache_among(given: dict[str, Any]) -> str | None:
+    """The argument that is a cache, by what it can do: its name differs between versions of transformers."""
+    return next((name for name, x in given.items() if hasattr(x, "get_seq_length")), None)
+
+
+@cached
+def result_name(kind: Any = None) -> str:
+    """What an output of this class calls its cache; by default, what `generate` passes on by the same name."""
+    if kind is None:
+        from transformers.generation import GenerateDecoderOnlyOutput as kind
+    return next(field.name for field in fields(kind) if "Cache" in str(field.type))
 
 
 def unchanged(x: Tensor, dim: int) -> Tensor:
@@ -231,13 +248,13 @@ def prepare_cache(
         plan.ring_axis.by, plan.ulysses_axis.by
     ):  # fmt: skip
         raise ValueError("do_sample: ranks that are threads share one generator; sample with processes, by torchrun")
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    mask, name = model_kwargs.get("attention_mask"), cache_among(model_kwargs)
     if isinstance(mask, Tensor) and not mask.any(-1).all():
         raise ValueError("attention_mask has a row of padding only; give each row a token")
-    if isinstance(cache, RanksCache):
+    if name is None and generation_config.use_cache is not False:
+        model_kwargs[result_name()] = RanksCache(plan, max_len)
+    elif name is not None and isinstance(cache := model_kwargs[name], RanksCache):
         cache.reserve(max_len)
-    elif generation_config.use_cache is not False and cache is None:
-        model_kwargs["past_key_values"] = RanksCache(plan, max_len)
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:

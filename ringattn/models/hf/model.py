@@ -82,7 +82,6 @@ def prepare(
         "forward": MethodType(forward_of(bare), bare),  # not a closure: a copy of the model runs its own weights
         "generate": MethodType(hf_generate.generate, bare),
         "_prepare_cache_for_generation": MethodType(hf_generate.prepare_cache, bare),
-        "accepts_loss_kwargs": True,  # Trainer: the loss takes num_items_in_batch
     }
     attributes = {name: vars(bare)[name] for name in new if name in vars(bare)}
     before = Before(tuple(new), attributes, configs, hooks, rotaries, rule_of(bare), bool(linear))

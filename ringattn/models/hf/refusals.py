@@ -9,6 +9,7 @@ from ringattn.models.hf.attention import ARGUMENTS, CHUNKED, NAME
 from ringattn.models.hf.choice import size_problem
 from ringattn.models.hf.linear import convolutions, linear_layers, names
 from ringattn.models.hf.packed import PACKING, UNUSED
+from ringattn.models.hf.vision import decoder_of
 from ringattn.planning import Plan
 from ringattn.segments import segments_problem
 
@@ -49,8 +50,9 @@ def refuse_model(model: nn.Module, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; only decoder-only models are supported")
     linear = linear_layers(model)
-    supported: Any = linear or model._supports_attention_backend or uses_interface(model)  # the call checks the rest
-    if not (type(model)._can_set_attn_implementation() and supported):  # type: ignore[attr-defined]
+    spread: Any = decoder_of(model) or model  # towers keep their attention
+    supported: Any = linear or spread._supports_attention_backend or uses_interface(model)  # the call checks the rest
+    if not (type(spread)._can_set_attn_implementation() and supported):
         raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
     if any(kind in name for kind in POOLED):
         raise ValueError(f"{name} predicts from one token, which only one rank holds, and is not supported")
@@ -63,10 +65,10 @@ def refuse_model(model: nn.Module, name: str) -> None:
         )
     if any("forward" in vars(layer) for layer in linear):
         raise ValueError(f"{name} has linear layers whose forward was replaced; prepare it before that")
-    spread = {id(module) for module in convolutions(model)}
+    ours = {id(module) for module in convolutions(model)}
     running: Any = model if text is config else model.get_decoder()  # type: ignore[operator]  # towers see no text
     convolving = [m for m in running.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-    mixing = sorted({type(m).__name__ for m in convolving if id(m) not in spread})
+    mixing = sorted({type(m).__name__ for m in convolving if id(m) not in ours})
     if mixing:
         raise ValueError(f"{name} also mixes tokens by {', '.join(mixing)}, which is not spread over ranks")
     if getattr(text, "output_router_logits", False):

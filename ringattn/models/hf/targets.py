@@ -24,7 +24,7 @@ def targets_of(
 
     Several, if several branches go on from some token; none without labels.
     """
-    targets = [] if shift_labels is None else [shift_labels]
+    targets = [] if shift_labels is None else [shift_labels.long()]
     if labels is not None and not targets:
         targets = following(labels, docs)
     return targets if attention_mask is None else [x.masked_fill(~attention_mask.bool(), IGNORED) for x in targets]

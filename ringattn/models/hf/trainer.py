@@ -161,7 +161,7 @@ class OverRanks(hf_trl.Answers):
             if prediction_loss_only:
                 return loss, None, None
             B, T = inputs["input_ids" if inputs.get("input_ids") is not None else "inputs_embeds"].shape[:2]
-            ignored = getattr(hf_model.inner(self.model).config, "keys_to_ignore_at_inference", ["past_key_values"])
+            ignored = getattr(hf_model.inner(self.model).config, "keys_to_ignore_at_inference", [])
             left_out = {"loss", *(ignored if ignore_keys is None else ignore_keys)}
             outputs = tuple(self.whole(x, B, T) for name, x in output.items() if name not in left_out)
             return loss, outputs[0] if len(outputs) == 1 else outputs, labels
@@ -276,7 +276,7 @@ class Counted:
                 at = torch.arange(n) * ranks + mine if self.dealt else torch.arange(n) + mine * self.batch_size
                 for name in [name for name in LABELS if batch.get(name) is not None]:
                     repeated = (before + at >= total)[:, None].to(batch[name].device)
-                    batch[name] = batch[name].masked_fill(repeated, IGNORED)
+                    batch[name] = batch[name].long().masked_fill(repeated, IGNORED)
                 full = total - before >= self.batch_size * ranks
                 self.real, before = None if full else total - before, before + self.batch_size * ranks
             yield batch

@@ -15,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.models.hf.attention import ARGUMENTS, NAME, Asked, Call, spans_of, stretched
+from ringattn.models.hf.attention import ARGUMENTS, NAME, PASSED, Asked, Call, spans_of, stretched
 from ringattn.planning import Plan
 from ringattn.spec import Docs
 from ringattn.torch.same_data import note
 
-TEXT = {  # the arguments that models of text alone have too
-    *ARGUMENTS, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "labels",
-    "use_cache", "cache_position", "logits_to_keep",
-}  # fmt: skip
+TEXT = {*ARGUMENTS, "use_cache", "cache_position"}  # what models of text alone take too, in what `forward` leaves
 TYPES = "token_type_ids"
 SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -172,7 +169,7 @@ def cut_arguments(self: Any, share: Share, args: Any, kwargs: dict[str, Any]) ->
     for argument, x in given.items():
         if is_a_row_a_token(x, share):
             mine[argument] = share.take(x, 1)
-        elif holds_tensors(x):
+        elif argument not in PASSED and holds_tensors(x):
             if places is None:
                 raise ValueError(
                     f"{name} is given {argument}, which has no row a token: it cannot be spread over ranks"
