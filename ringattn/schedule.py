@@ -192,12 +192,12 @@ class Schedule:
             return shard
         if ("ends", block) not in self.asked:
             self.asked["ends", block] = [*accumulate(map(len, shard))]
-        ends, found = self.asked["ends", block], []
+        ends, positions = self.asked["ends", block], []
         for r in ranges:
             for i in range(bisect_right(ends, r.start), bisect_left(ends, r.stop) + 1):
                 before = ends[i] - len(shard[i])
-                found.append(shard[i][max(0, r.start - before) : r.stop - before])
-        return tuple(found)
+                positions.append(shard[i][max(0, r.start - before) : r.stop - before])
+        return tuple(positions)
 
     def lasting(self, hosts: int, block: int) -> tuple[list[int], np.ndarray]:
         """Edges in a block, and the distance of the last host that sees the tokens between two of them."""

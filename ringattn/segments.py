@@ -11,7 +11,7 @@ predicted time; in the balanced layout maps of segments go to the ranks that con
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ringattn.layout import Shard
+from ringattn.layout import MAKERS, Shard
 from ringattn.machine import Link
 from ringattn.planning import Plan
 from ringattn.spec import raise_if
@@ -40,9 +40,26 @@ def segments_problem(plan: Plan) -> str | None:
     )
 
 
+@lru_cache(maxsize=64)
 def passes(plan: Plan) -> int:
-    """How often the sequence passes the ring: in zigzag there and back."""
-    return len(plan.tokens.shard(0))
+    """How often the sequence passes the ring: once, or there and back as in zigzag; 0 if in another order."""
+    if on_one_rank(plan):
+        return 1
+    ranks = [r for r, _, _ in order(plan)]
+    there, each = sorted(ranks), len(ranks) // plan.ring
+    back = each % 2 == 0 and ranks == there[::2] + there[::2][::-1]
+    return 1 if ranks == there else 2 if back else 0
+
+
+def ways(plan: Plan) -> tuple[str, ...]:
+    """How states may travel: around the ring only if they pass its ranks in turn."""
+    return ("auto",) if uneven(plan) else WAYS if passes(plan) else ("gather",)
+
+
+def layouts(ring: int, ulysses: int) -> dict[str, tuple[str, ...]]:
+    """The layouts that linear attention takes over these ranks, and the ways of states in each."""
+    plans = [Plan(1, ring, ulysses, layout=name) for name in (MAKERS if ring > 1 else ("contiguous",))]
+    return {plan.layout: ways(plan) for plan in plans if not segments_problem(plan)}
 
 
 def segments(plan: Plan) -> int:
@@ -116,6 +133,8 @@ def choose(plan: Plan, requested: str, columns: int, value_dim: int, factor: int
 
     A column of a state has `columns` bytes; the factor of a map has `factor` such columns beside those of a state.
     """
+    if not passes(plan):
+        return Way("gather")
     state, whole = columns * value_dim, columns * (factor + value_dim)
     road = Road(plan.link, plan.ring, plan.ring * plan.ulysses, passes(plan), state, whole, value_dim)
     return fastest(road, requested)

@@ -5,6 +5,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
+from ringattn.launch.processes import run as run_processes
 from ringattn.machine import load
 from ringattn.torch import agree, bind, check
 from ringattn.torch.linear import call as linear
@@ -77,6 +78,23 @@ def test_tokens_that_only_one_rank_differentiates_are_not_joined(call):
             getattr(plan, call)(x)
 
     run(one_rank, ring=2, timeout=20)
+
+
+def backward_twice_on_one_rank(function: str) -> str:
+    plan = ra.plan(ra.init_mesh(ring=2, device_type="cpu"), seq_len=64)
+    call = getattr(ra, function)
+    loss = call(*(x.requires_grad_() for x in qkv(32)), plan=plan).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ValueError) as caught:
+        loss.backward() if plan.ring_axis.rank == 0 else call(*(x.requires_grad_() for x in qkv(32)), plan=plan)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("function", ["attention", "linear_attention"])
+def test_a_rank_that_runs_backward_again_is_named_on_all(function):
+    """Over gloo, which would end the other rank's process."""
+    for text in run_processes(backward_twice_on_one_rank, 2, function):
+        assert f"call: ring rank 0 has backward of {function}, ring rank 1 has {function}" in text
 
 
 def test_documents_after_none_are_a_new_kind(exchanged):

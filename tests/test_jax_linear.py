@@ -15,6 +15,7 @@ import ringattn.jax as rj  # noqa: E402
 from ringattn.kernels.linear import jax_chunkwise  # noqa: E402
 from ringattn.launch.verify.linear_oracle import LEAVES, docs_of, inputs, states_of, truth  # noqa: E402
 from ringattn.launch.verify.oracle import error  # noqa: E402
+from ringattn.layout import BLOCKS, MAKERS, block  # noqa: E402
 
 T = 61  # a prime: no number of devices divides it
 LONG = 4 * 2 * 70 - 3  # segments of more than one chunk
@@ -78,6 +79,15 @@ def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, rule=None
 )
 def test_equals_the_recurrence(place, gate, lengths, tokens, scan):
     check(place, gate, lengths, tokens, scan=scan)
+
+
+def test_states_are_gathered_where_they_pass_devices_in_another_order(monkeypatch):
+    """In a layout that is nowhere named."""
+    monkeypatch.setitem(MAKERS, "halves", lambda x, n, r: tuple(block(x.pieces[0], 2 * n, i) for i in (r, n + r)))
+    monkeypatch.setitem(BLOCKS, "halves", 2)
+    check((2, 2, "halves"), "head", PACKED)
+    with pytest.raises(ValueError, match="passes the 4 ranks in another order: use scan='gather'"):
+        check((4, 1, "halves"), "head", PACKED, scan="ring")
 
 
 @pytest.mark.parametrize(

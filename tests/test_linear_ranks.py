@@ -22,10 +22,10 @@ from ringattn.launch import bench, words
 from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.linear_oracle import B, H, K, V, docs_of, inputs, truth
-from ringattn.layout import positions_of
+from ringattn.layout import BLOCKS, MAKERS, block, positions_of
 from ringattn.machine import load
 from ringattn.planning import Plan
-from ringattn.segments import WAYS, choose, order, segments
+from ringattn.segments import WAYS, choose, layouts, order, segments
 from ringattn.torch.linear import call as linear
 from ringattn.torch.linear.states import Passage
 from tests.linear_errors import errors, worst
@@ -53,6 +53,30 @@ def test_equals_the_recurrence(ring, ulysses, layout, scan):
     check(ring, ulysses, layout, "channel", None, scan)
     check(ring, ulysses, layout, "head", PACKED, scan)
     check(ring, ulysses, layout, "head", PACKED, scan, beta=True, key_heads=1)
+
+
+NEW = {
+    "halves": lambda n, r: (r, n + r),
+    "backwards": lambda n, r: (n - 1 - r,),
+    "there": lambda n, r: (2 * r, 2 * r + 1),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_how_states_go_follows_from_the_ranges_of_a_layout(name, monkeypatch):
+    """Of one that is nowhere named: around the ring if they pass the ranks in turn; else that is refused."""
+    blocks = len(NEW[name](2, 0))
+    made = lambda layout, n, r: tuple(block(layout.pieces[0], blocks * n, i) for i in NEW[name](n, r))  # noqa: E731
+    monkeypatch.setitem(MAKERS, name, made)
+    monkeypatch.setitem(BLOCKS, name, blocks)
+    for ring, ulysses in ((4, 1), (2, 2)):
+        ways = layouts(ring, ulysses)[name]
+        assert ways == (WAYS if name == "in_turn" else ("gather",))
+        for scan in ("auto", *ways):
+            check(ring, ulysses, name, "head", PACKED, scan)
+        for scan in {*WAYS} - {*ways}:
+            with pytest.raises(ValueError, match=f"scan='{scan}' .* ranks in another order: use scan='gather'"):
+                check(ring, ulysses, name, "head", PACKED, scan)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from ringattn.kernels.linear import TABLE as linear_table
 from ringattn.launch.verify import linear_oracle, oracle, rounding
 from ringattn.launch.verify.cases import Case, Truth
 from ringattn.layout import LAYOUTS
-from ringattn.segments import WAYS
+from ringattn.segments import layouts
 from ringattn.spec import AttentionSpec
 
 TITLE = "worst errors of an element over what rounding allows it"
@@ -275,8 +275,8 @@ def linear(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dt
         rows = lengths_of(r, r.choice([1, B]), r.randint(1, 6), T)
         rows = rows if isinstance(rows[0], list) else [rows]
         lengths = tuple(tuple(row) for row in rows)
-    layout = r.choice(("contiguous", "zigzag", "balanced") if ring > 1 else ("contiguous", "zigzag"))
-    way = "auto" if layout == "balanced" else r.choice(WAYS)
+    layout, ways = r.choice([*layouts(ring, ulysses).items()])
+    way = r.choice(ways)
     G, beta = r.choice([n for n in range(1, H + 1) if H % n == 0]), r.random() < 0.6
     case = linear_oracle.Case(
         "random", ring, ulysses, way, layout, gate=gate, lengths=lengths, seq_len=T, beta=beta, key_heads=G

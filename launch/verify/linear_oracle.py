@@ -16,7 +16,7 @@ from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import recurrent
 from ringattn.launch.verify.cases import Placed, Truth
 from ringattn.launch.verify.oracle import with_gradients
-from ringattn.segments import WAYS
+from ringattn.segments import layouts
 
 B, H, K, V = 2, 2, 8, 12
 LEAVES = ("q", "k", "v", "g", "beta")
@@ -93,9 +93,9 @@ def truth_of(case: Case, precision: str) -> Truth:
 def placed(ranks: int) -> Iterator[Case]:
     """Every feature on every layout of every ring x ulysses that makes this many ranks, by every way of its states."""
     for ring, ulysses in factored(ranks):
-        ways = [*product(("contiguous", "zigzag")[: min(ring, 2)], WAYS), ("balanced", "auto")][: 3 if ring == 1 else 7]
-        for (layout, way), case in product(ways, FEATURES):
-            yield replace(case, ring=ring, ulysses=ulysses, layout=layout, strategy=way)
+        for (layout, ways), case in product(layouts(ring, ulysses).items(), FEATURES):
+            for way in ways:
+                yield replace(case, ring=ring, ulysses=ulysses, layout=layout, strategy=way)
 
 
 def inputs(

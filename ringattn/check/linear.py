@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ringattn.check.arguments import has_shape
+from ringattn.check.arguments import has_shape, of_choice
 from ringattn.check.attention import of_batch, of_docs, of_lengths, of_shapes
 from ringattn.planning import Plan
-from ringattn.segments import segments_problem
+from ringattn.segments import WAYS, segments_problem, uneven, ways
 from ringattn.sizes import dtype_name
 from ringattn.spec import AttentionSpec, Docs, of_factor
 
@@ -42,6 +42,18 @@ def of_linear(
         return f"the plan has {plan.seq_len} queries and {plan.keys.seq_len} keys; linear attention needs as many"
     return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(
         q.shape[0], plan, AttentionSpec(), docs, None
+    )
+
+
+def of_scan(plan: Plan, scan: str) -> str | None:
+    """Whether states may travel like this over the plan."""
+    if (problem := of_choice("scan", scan, ("auto", *WAYS))) or scan == "auto" or scan in ways(plan):
+        return problem
+    if uneven(plan):
+        return f"scan={scan!r}: in layout={plan.layout!r} maps go straight to the ranks that need them; leave scan out"
+    return (
+        f"scan={scan!r} takes a state from rank to rank around the ring, once or there and back; in "
+        f"layout={plan.layout!r} the sequence passes the {plan.ring} ranks in another order: use scan='gather'"
     )
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check.arguments import of_choice
-from ringattn.check.linear import by_document, of_linear, of_scale, of_state, returned_states, wrong_number
+from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
 from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, whole_numbers
 from ringattn.jax.check import of_dtypes
 from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_device
@@ -19,10 +19,9 @@ from ringattn.jax.linear.states import KEPT
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan
-from ringattn.segments import WAYS
 from ringattn.spec import Docs
 
-WORDS = {"kernel": ("auto", "chunkwise", "pallas"), "scan": ("auto", *WAYS)}
+KERNELS = ("auto", "chunkwise", "pallas")
 
 
 def linear_attention(
@@ -48,9 +47,10 @@ def linear_attention(
     """
     plan, lying, inside = located(q, k, v, plan, linear=True)
     arrays = q, k, v, log_decay, beta, initial_state
-    words = {"kernel": kernel, "scan": scan}
     held = plan.local_len if inside else plan.tokens.padded_length
-    problem = problem_of(arrays, plan, docs, scale, words, held) or of_numbers(log_decay, beta, plan, docs, check)
+    problem = problem_of(arrays, plan, docs, scale, kernel, scan, held) or of_numbers(
+        log_decay, beta, plan, docs, check
+    )
     if problem:
         raise ValueError(problem)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -71,15 +71,17 @@ def linear_attention(
 
 
 def problem_of(
-    arrays: Arrays, plan: Plan, docs: Docs | None, scale: float | None, words: dict[str, str], held: int
+    arrays: Arrays, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, held: int
 ) -> str | None:
     """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
     q, k, v, log_decay, beta, initial_state = arrays
     problem = (
-        of_linear(q, k, v, log_decay, beta, plan, docs, held) or of_dtypes(q, k, v) or of_scale(scale, q.shape[-1])
+        of_linear(q, k, v, log_decay, beta, plan, docs, held)
+        or of_dtypes(q, k, v)
+        or of_scale(scale, q.shape[-1])
+        or of_choice("kernel", kernel, KERNELS)
+        or of_scan(plan, scan)
     )
-    for name, word in words.items():
-        problem = problem or of_choice(name, word, WORDS[name])
     if problem is None and initial_state is not None:
         problem = of_state("initial_state", initial_state, q, v, accumulator(q), docs)
     for name, x in (("log_decay", log_decay), ("beta", beta)):

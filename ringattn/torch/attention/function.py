@@ -20,6 +20,7 @@ from ringattn.kernels.rows import rows_of
 from ringattn.kernels.total import Total, in_dtype
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.agree import agree_in_backward
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.call import Call, bind
 from ringattn.torch.attention.gather import gather_backward, gather_forward
@@ -123,6 +124,7 @@ def backward(
     call: Call, kept: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, accumulated in float32 on the way."""
+    agree_in_backward(call.plan, "attention", call.words)
     dout, dlse = given(call, kept, dout, dlse)
     with no_autocast(dout.device):
         if call.keeps_heads:

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn.check.arguments import of_arguments, of_arrays, of_choice, of_returned, warn_of_exchanged
-from ringattn.check.linear import by_document, of_linear, of_scale, of_state, returned_states, wrong_number
+from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs, ShapeAndDtype
 from ringattn.kernels.protocol import LinearKernel
 from ringattn.planning import Plan
-from ringattn.segments import BEFORE, WAYS, choose, segments, uneven
+from ringattn.segments import BEFORE, choose, segments, uneven
 from ringattn.spec import Docs
 from ringattn.torch import agree
 from ringattn.torch.attention.ulysses import Real, cleared
@@ -170,10 +170,8 @@ def problem(x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel
         or of_dense(**others)
         or of_scale(scale, q.shape[-1])
         or of_choice("kernel", kernel, ("auto", *(kernel_.name for kernel_ in linear.TABLE)))
-        or of_choice("scan", scan, ("auto", *WAYS))
+        or of_scan(plan, scan)
     )
-    if wrong is None and scan != "auto" and uneven(plan):
-        wrong = f"scan={scan!r}: in layout={plan.layout!r} maps go straight to the ranks that need them; leave scan out"
     if wrong is None and x.initial_state is not None:
         wrong = of_state("initial_state", x.initial_state, q, v, accumulator(q), docs)
     for name, t in others.items():

@@ -37,8 +37,8 @@ class Passage:
         self.mine = [(rank, plan.ulysses_axis.rank, p) for p in range(self.P)]
         self.last = max(map(self.walk.index, self.mine))
         self.here = [place for place in self.walk if place[0] == rank]
-        each = len(self.here) // passes(plan)
-        self.legs = [self.here[at : at + each] for at in range(0, len(self.here), each)]
+        each = len(self.here) // (passes(plan) or 1)
+        self.legs = [self.here[at : at + each] for at in range(0, len(self.here), each)]  # unless the way is gather
         self.reversed = [False, True] if len(self.legs) == 2 else [backward]
 
     def start(self, own: Map | None, state: State, end_everywhere: bool = False) -> "Flight":
