@@ -60,13 +60,15 @@ def attention(
     align     "end", which causal needs if documents have other numbers of queries than of keys: the last query is at
               the position of the last key. With Lq queries and Lk keys query i sees the keys up to i + Lk - Lq, and
               the first Lq - Lk queries see none
-    mask      slices of queries and keys, instead of docs and of what the spec says of who sees whom
+    mask      slices of queries and keys, instead of docs (which may be one too) and of causal: a query sees what is in
+              a slice and also in the spec's window, chunk or first keys; `window=n` takes away only keys before the
+              last n
     sinks     [H], one logit per head that takes part in the softmax with a value of zero
     """
     if unknown:
         refuse(of_unknown("attention", unknown, "spec", "docs", "plan") or "", plan)
     if mask is not None:
-        if problem := of_mask(mask, spec, docs, key_docs):
+        if problem := of_mask(mask, docs, key_docs):
             refuse(problem, plan)
         docs = mask
     if (key_docs is not None or align is not None) and (problem := of_aligned(align, spec, docs, key_docs)):

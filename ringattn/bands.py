@@ -22,48 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringattn.crossing import EMPTY, Row, between, common, continued, of_slices, within
+from ringattn.crossing import Bands as Bands
+from ringattn.crossing import joined as joined
 from ringattn.numeric import LONGEST
 from ringattn.packing import depths
 from ringattn.spec import AttentionSpec, Docs
 
-KINDS = "full", "causal", "inverse", "both"  # of slices
-Row = np.ndarray  # int64 [n], or [rows, n] where the rows of a batch differ
-
-
-class Bands(NamedTuple):
-    """Query p of [start, stop) sees the keys [begin + lean * (p - start), end + rise * (p - start)), at least one.
-
-    lean and rise are 0 or 1. All are arrays [n], by start in a family of one row.
-    """
-
-    start: Row
-    stop: Row
-    begin: Row
-    end: Row
-    lean: Row
-    rise: Row
-
-    @property
-    def last_begin(self) -> Row:
-        return self.begin + self.lean * (self.stop - 1 - self.start)
-
-    @property
-    def last_end(self) -> Row:
-        return self.end + self.rise * (self.stop - 1 - self.start)
-
-    def some(self, which: Any) -> "Bands":
-        return Bands(*(x[which] for x in self))
-
-
 Families = tuple[tuple[Bands, ...], ...]  # [family][row]
-
-
-def joined(many: Sequence[Bands]) -> Bands:
-    """All of these bands, one after the other."""
-    return Bands(*(np.concatenate(columns) for columns in zip(*many, strict=True))) if many else EMPTY
-
-
-EMPTY = Bands(*[np.zeros(0, np.int64)] * 6)
 
 
 @lru_cache(maxsize=64)
@@ -100,7 +66,7 @@ def every_row(
         edges = np.array([0, seq_len])
         return [documents(spec, edges, np.array([0]), np.array([key_len]), np.array([offset]))]
     if docs.slices is not None:
-        return [[continued(of_slices(docs.slices[0]))]]
+        return [[continued(under(spec, of_slices(docs.slices[0]), seq_len))]]
     rows = []
     for i, starts in enumerate(docs.starts):
         if docs.parents is not None:
@@ -111,6 +77,28 @@ def every_row(
         spans = None if docs.spans is None else docs.spans[i]
         rows.append(documents(spec, starts, limits[:-1], limits[1:], shift, spans))
     return rows
+
+
+def under(spec: AttentionSpec, bands: Bands, seq_len: int) -> Bands:
+    """What bands of a mask see in the window and the chunks of a spec, or of its first keys, counted along the row.
+
+    Whether a query sees keys after it is for the mask to say: a window that counts back takes away the keys before it.
+    """
+    left, right = spec.reach[0], None if spec.causal else spec.reach[1]
+    if left is None and right is None and spec.chunk is None:
+        return bands
+    reach = tuple(LONGEST if n is None else n for n in (left, right))
+    edges, begin, end = np.array([0, seq_len]), np.array([0]), np.array([seq_len])
+    parts = []
+    for near in documents(spec.replace(causal=False, window=reach), edges, begin, end, begin):
+        low = np.searchsorted(near.stop, bands.start, "right")
+        counts = np.maximum(np.searchsorted(near.start, bands.stop, "left") - low, 0)
+        parts.append(
+            common(
+                bands.some(np.repeat(np.arange(len(low)), counts)), near.some(np.repeat(low, counts) + within(counts))
+            )
+        )
+    return joined(parts)
 
 
 def documents(
@@ -173,12 +161,6 @@ def intervals(spec: AttentionSpec, own: Any, begin: Any, end: Any, span: Any = N
     return sides
 
 
-def between(start: Row, stop: Row, first: tuple[Row, Row], last: tuple[Row, Row]) -> Bands:
-    """The bands from the intervals of their first and last queries; only those that see something."""
-    lean, rise = ((b > a).astype(np.int64) for a, b in zip(first, last, strict=True))
-    return Bands(start, stop, *first, lean, rise).some(first[0] < first[1])
-
-
 def bends(
     spec: AttentionSpec, starts: Row, begin: Row, end: Row, shift: Row, spans: Row | None, marks: Any
 ) -> Row:  # fmt: skip
@@ -231,11 +213,6 @@ def tree(spec: AttentionSpec, starts: Row, parents: Row) -> Bands:
     return continued(joined(many))
 
 
-def within(counts: Row) -> Row:
-    """0, 1, ... counts[i] - 1 for each i, one after the other."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 def branches_of(starts: Row, parents: Row) -> list[tuple[tuple[int, int, int], ...]]:
     """The tokens of each segment's branch, as pieces that follow one another: (depth, first token, tokens)."""
     branches: list[tuple[tuple[int, int, int], ...]] = []
@@ -247,19 +224,6 @@ def branches_of(starts: Row, parents: Row) -> list[tuple[tuple[int, int, int], .
         else:
             branches.append((*branch, (at + size, start, stop - start)))
     return branches
-
-
-def of_slices(slices: np.ndarray) -> Bands:
-    """Slices [n, 5] as bands: one each, without queries that see nothing."""
-    start, stop, begin, end, kind = slices.T
-    rise, lean = ((kind == 1) | (kind == 3)).astype(np.int64), (kind >= 2).astype(np.int64)
-    size, late = end - begin, stop - start - (end - begin)  # how many more queries than keys
-    width = np.where(rise > 0, size - (stop - start) + 1, size)  # keys of the first query
-    first = np.where((rise > 0) & (lean == 0), np.maximum(start + late, start), start)
-    last = np.where((lean > 0) & (rise == 0), np.minimum(stop, start + size), stop)
-    width = width + rise * (first - start)
-    bands = Bands(first, last, begin, begin + width, lean, rise)
-    return bands.some((first < last) & (width > 0))
 
 
 def stacked(bands: Bands) -> list[Bands]:
@@ -297,17 +261,6 @@ def stacked(bands: Bands) -> list[Bands]:
         which.append(number)
     at = np.array(which, np.int64)
     return [bands.some(at == number) for number in range(len(ends))] or [EMPTY]
-
-
-def continued(bands: Bands) -> Bands:
-    """The same bands, of which those that continue each other are one."""
-    base = bands.begin - bands.lean * bands.start, bands.end - bands.rise * bands.start
-    order = np.lexsort((bands.start, *base, bands.lean, bands.rise))
-    bands, base = bands.some(order), (base[0][order], base[1][order])
-    same = [x[1:] == x[:-1] for x in (*base, bands.lean, bands.rise)]
-    goes_on = np.logical_and.reduce(same) & (bands.start[1:] == bands.stop[:-1])
-    ends = np.append(~goes_on, True)[: len(bands.start)]
-    return bands.some(np.append(True, ~goes_on)[: len(bands.start)])._replace(stop=bands.stop[ends])
 
 
 class Runs(NamedTuple):

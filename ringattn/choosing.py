@@ -59,7 +59,7 @@ def plan(
     `machine` is a description by which times are predicted, a name or a file; by default that of this machine. The same
     on every rank.
     """
-    words = of_arguments(spec=spec, docs=docs, transport=transport) or of_mask(mask, spec, docs)
+    words = of_arguments(spec=spec, docs=docs, transport=transport) or of_mask(mask, docs)
     raise_if(of_unknown("plan", unknown, "spec", "docs", "transport") or words)
     spec, docs = AttentionSpec() if spec is None else spec, docs if mask is None else mask
     transport = Transport() if transport is None else transport

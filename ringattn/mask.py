@@ -1,7 +1,7 @@
 """Which query sees which key in a call: a plan, a spec and its documents, and the schedule that follows from them."""
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from ringattn.bands import Bands, Families, Runs, all_bands, families
 from ringattn.layout import Shard, count_below, sorted_positions
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule
-from ringattn.seen import seen
+from ringattn.seen import seen, union
 from ringattn.spec import AttentionSpec, Docs
 
 
@@ -38,6 +38,14 @@ class Mask:
     def families(self) -> Families:
         """Who sees whom, as bands of one row if all rows are equal."""
         return families(self.among or self.spec, *self.arguments)
+
+    @cached_property
+    def seeing(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Where the ranges of queries that see a key by slices begin and end; the others are as padding."""
+        if self.docs is None or self.docs.slices is None:
+            return None
+        bands = bands_of(self)
+        return union(np.zeros_like(bands.start), bands.start, bands.stop)[1:]
 
     def runs(self, shard: Shard) -> list[Runs]:
         """Of each family the runs of a shard's queries, in the order of their positions."""

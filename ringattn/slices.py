@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.bands import KINDS, Bands, of_slices, within
+from ringattn.crossing import KINDS, Bands, of_slices, overlap, within
 from ringattn.spec import Docs, untraced, whole
 
 PAIRS = 1 << 18  # of slices that are compared at once
@@ -25,7 +25,8 @@ class Sliced(Docs):
         "inverse"  the first query sees all, each one after it one key less at the beginning
         "both"     both: the first query sees the first keys, the last query the last ones
 
-        No query may see a key by two slices. A query in no slice sees nothing.
+        No query may see a key by two slices. A query in no slice sees nothing. With a window, chunk or first of the
+        spec it sees what both allow, counted along the whole row; causal is for the slices to say.
 
         >>> Mask.from_slices([(0, 4), (4, 6)], [(0, 4), (0, 2)], ["causal", "full"], total=6)
         Mask(2 slices, 6 tokens)
@@ -76,24 +77,6 @@ def check_apart(slices: np.ndarray) -> None:
         if len(hit := np.flatnonzero(overlap(bands.some(first), bands.some(other)))):
             names = [describe(bands, i) for i in (first[hit[0]], other[hit[0]])]
             raise ValueError(f"slices overlap: {names[0]} and {names[1]}; no query may see a key twice")
-
-
-def overlap(a: Bands, b: Bands) -> np.ndarray:
-    """Whether two bands have a pair in common: some query's later begin is before its earlier end.
-
-    That gap is the least of four lines along the queries, so it is concave: an end of the queries, or a crossing.
-    """
-    first, last = np.maximum(a.start, b.start), np.minimum(a.stop, b.stop) - 1
-    low, high = first, last
-    for x in (a, b):
-        for y in (a, b):
-            # end of x at p: x.end + rise * (p - x.start) must be more than the begin of y at p
-            gap = (x.end - x.rise * x.start) - (y.begin - y.lean * y.start)
-            slope = x.rise - y.lean
-            low = np.where(slope > 0, np.maximum(low, 1 - gap), low)
-            high = np.where(slope < 0, np.minimum(high, gap - 1), high)
-            high = np.where((slope == 0) & (gap <= 0), low - 1, high)
-    return np.asarray(low <= high)
 
 
 def describe(bands: Bands, i: int) -> str:

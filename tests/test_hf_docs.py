@@ -130,3 +130,17 @@ def test_trees_are_refused_by_linear_layers():
     model, docs = hf.prepare(build("Qwen3_5"), ra.plan(seq_len=T)), ra.Docs.tree([20, 21], [-1, 0])
     with pytest.raises(ValueError, match="trees"):
         model(torch.zeros(1, T, dtype=torch.long), docs=docs)
+
+
+def test_a_mask_leaves_a_model_its_windows():
+    """A mask over all tokens changes nothing in layers of which some have a window."""
+    tokens, mask = torch.randint(3, 64, (1, T)), ra.Mask.from_slices([(0, T)], [(0, T)], "causal", T)
+    plain = build("Mistral")
+    copies = [deepcopy(plain) for _ in range(2)]
+
+    def one_rank(mesh):
+        mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
+        return hf.whole(mine, mine(tokens, docs=mask).logits)
+
+    for result in run(one_rank, ring=2):
+        torch.testing.assert_close(result, plain(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-5)

@@ -18,6 +18,7 @@ PLAIN = [
     "packing",
     "machine",
     "spec",
+    "crossing",
     "bands",
     "slices",
     "dealing",

@@ -76,7 +76,7 @@ def cases(draw: Any) -> Case:
 def sliced(draw: Any) -> Case:
     ends = st.tuples(st.integers(0, 24), st.integers(0, 24)).map(lambda pair: tuple(sorted(pair)))
     slices = draw(st.lists(st.tuples(ends, ends, st.sampled_from(KINDS)), min_size=1, max_size=5))
-    return Case("slices", seq_len=24, slices=slices, batch=1)
+    return Case("slices", seq_len=24, slices=slices, batch=1, spec=draw(specs()))
 
 
 def dense(results: Any, T: int, S: int, row: int) -> np.ndarray:
@@ -120,17 +120,18 @@ def check_counted(plan: Plan, spec: AttentionSpec, docs: Any, words: np.ndarray)
 
 @settings(max_examples=60)
 @given(sliced())
-def test_slices_mask_by_their_kinds_and_overlapping_ones_are_refused(case):
-    masks = [oracle.in_slices(replace(case, slices=[single])).int() for single in case.slices]
+def test_slices_mask_by_their_kinds_within_the_window_and_overlapping_ones_are_refused(case):
+    every = replace(case, spec=AttentionSpec())
+    masks = [oracle.in_slices(replace(every, slices=[single])).int() for single in case.slices]
     if (sum(masks) > 1).any():
         with pytest.raises(ValueError, match="slices overlap: queries"):
             _ = case.mask
         return
-    words = rows_of(families(AttentionSpec(), 24, docs=case.mask), 24, 1)
-    np.testing.assert_array_equal(words[0], sum(masks))
+    words = rows_of(families(case.spec, 24, docs=case.mask), 24, 1)
+    np.testing.assert_array_equal(words[0], oracle.in_slices(case))
     for layout in ("zigzag", "striped", "balanced"):
         dealt = {"docs": case.mask} if layout == "balanced" else {}
-        check_counted(Plan(24, 3, layout=layout, **dealt), AttentionSpec(), case.mask, words)
+        check_counted(Plan(24, 3, layout=layout, **dealt), case.spec, case.mask, words)
 
 
 def calls_to_plan(count: int) -> int:
@@ -284,7 +285,8 @@ def test_masks_that_do_not_fit_a_call_are_named():
     mask, docs = Slices.from_slices([(0, 8)], [(0, 8)], ["causal"], 8), Docs.from_lengths([8])
     tree, keys = Docs.tree([4, 4], [-1, 0]), Docs.from_lengths([3, 3])
     for words, kv, error in (
-        ({"mask": mask, "docs": docs, "spec": AttentionSpec(window=3)}, q, "leave out docs and window"),
+        ({"mask": mask, "docs": docs, "spec": AttentionSpec(window=3)}, q, "leave out docs"),
+        ({"mask": mask}, k, "8 queries and 6 keys: it is of one .*pad q, or k and v, to 8 tokens, .*with total=8"),
         ({"mask": docs}, q, "mask is of type Docs; pass it as docs="),
         ({"docs": tree, "key_docs": keys}, k, "are of one sequence, whose queries are its keys"),
         ({"spec": AttentionSpec(False, chunk=3)}, k, "chunk=3 with 8 queries and 6 keys"),

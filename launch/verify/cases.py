@@ -166,8 +166,10 @@ FEATURES = (
     Case("trees", spec=AttentionSpec(window=14, first=3, scale=0.4), lengths=[[9, 8, 13, 5, 11, 7], [3, 4, 50]],
          parents=[[-1, 0, -1, 0, 1, 2], [-1, 0, -1]], heads=8, sinks=True),
     Case("tree_chunks", spec=AttentionSpec(chunk=11), lengths=[17, 9, 3, 20, 7, 5], parents=[-1, 0, 1, 0, 3, 0]),
-    Case("slices", sinks=True, slices=[((0, 20), (0, 20), "causal"), ((20, 40), (0, 12), "full"),
+    Case("slices", sinks=True, slices=[((4, 20), (0, 16), "causal"), ((20, 40), (0, 12), "full"),
          ((20, 40), (15, 45), "both"), ((40, 61), (30, 61), "inverse"), ((48, 57), (2, 9), "causal")]),
+    Case("slices_near", spec=AttentionSpec(window=9, chunk=40, first=3), sinks=True,
+         slices=[((4, 20), (0, 20), "full"), ((20, 61), (0, 50), "inverse")]),
     Case("shared_question", slices=[((0, 30), (0, 30), "causal"), ((30, 61), (0, 13), "full"),
          ((30, 44), (30, 44), "causal"), ((44, 61), (44, 61), "causal")]),
 )  # fmt: skip

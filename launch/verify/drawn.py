@@ -149,7 +149,7 @@ def masked(r: random.Random, case: Case) -> Case:
         for start, stop in bounds_of(pieces(r, T)):  # no query may see a key twice
             seen = r.sample(bounds_of(pieces(r, T)), 1) if r.random() < 0.5 else bounds_of(pieces(r, T))[:2]
             slices += [((start, stop), keys, r.choice(["full", "causal", "inverse", "both"])) for keys in seen]
-        return replace(plain, slices=slices, lengths=None, spec=plain.spec.replace(window=None))
+        return replace(case, slices=slices, lengths=None)
     rows = [pieces(r, T) for _ in range(r.choice([1, case.batch]))]
     if kind == "tree":
         width = min(map(len, rows))

@@ -75,7 +75,7 @@ def on_branches(case: Case, batch_row: int) -> Tensor:
 
 
 def in_slices(case: Case) -> Tensor:
-    """A query sees a key if some slice has both, and its kind allows it."""
+    """A query sees a key if some slice has both, its kind allows it, and the window and chunks do; not causal alone."""
     i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.seq_len)[None]
     allowed = torch.zeros(case.seq_len, case.seq_len, dtype=torch.bool)
     for (start, stop), (begin, end), kind in case.slices:
@@ -85,11 +85,14 @@ def in_slices(case: Case) -> Tensor:
         if kind in ("inverse", "both"):  # the first query sees the first key
             here &= j - begin >= i - start
         allowed |= here
-    return allowed
+    window = case.spec.window if isinstance(case.spec.window, tuple) else ((case.spec.window or 2**62) - 1, 2**62)
+    return allowed & near(AttentionSpec(False, window, case.spec.chunk, case.spec.first), i, j)
 
 
 def real_rows(case: Case, batch_row: int) -> Tensor:
-    """[T]: which queries belong to a document; the others are padding and see nothing, not even a sink."""
+    """[T]: which queries belong to a document, or see by a slice; the others are padding and see not even a sink."""
+    if case.slices is not None:
+        return in_slices(case).any(1)
     return tokens_of(case.lengths or [case.seq_len], batch_row, case.seq_len)[0] >= 0
 
 

@@ -83,8 +83,9 @@ def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:
 
 
 def of_lengths(
-    q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int, int], key_docs: Docs | None = None
-) -> str | None:
+    q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int, int], docs: Docs | None = None,
+    key_docs: Docs | None = None,
+) -> str | None:  # fmt: skip
     """q and k have the right number of tokens: those of a rank, or in JAX outside of shard_map those of all ranks."""
     for name, x, own, length in (("q", q, plan, held[0]), ("k", k, plan.keys, held[1])):
         if x.shape[1] != length:
@@ -94,7 +95,8 @@ def of_lengths(
             problem = f"{name} has {x.shape[1]} tokens, {holder} {length} ({own}); {remedy}"
             return of_exchanged(q, k, plan) or problem
     placed = spec.causal or spec.window is not None or spec.chunk is not None
-    if placed and plan.keys.seq_len != plan.seq_len and key_docs is None:
+    placed = placed and key_docs is None and (docs is None or docs.slices is None)
+    if placed and plan.keys.seq_len != plan.seq_len:
         word = next(f"{n}={getattr(spec, n)}" for n in ("causal", "window", "chunk") if getattr(spec, n))
         return of_exchanged(q, k, plan) or (
             f"{word} with {plan.seq_len} queries and {plan.keys.seq_len} keys does not say which query is at "
@@ -128,6 +130,12 @@ def of_docs(batch: int, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_
         return "docs and key_docs: a prefix, spans, trees and slices are of one sequence, whose queries are its keys"
     if spec.chunk is not None and key_docs is not None:
         return f"chunk={spec.chunk} with key_docs: blocks of positions are those of one sequence; leave out chunk"
+    if plan.keys.seq_len != plan.seq_len and docs.slices is not None:
+        most = max(plan.seq_len, plan.keys.seq_len)
+        return (
+            f"a mask with {plan.seq_len} queries and {plan.keys.seq_len} keys: it is of one sequence, whose queries "
+            f"are its keys; pad q, or k and v, to {most} tokens, leave out key_len, and make the mask with total={most}"
+        )
     if plan.keys.seq_len != plan.seq_len and key_docs is None:
         return f"docs with {plan.seq_len} queries and {plan.keys.seq_len} keys: also pass key_docs, the keys' documents"
     if key_docs is not None and key_docs.starts.shape != docs.starts.shape:
@@ -155,12 +163,10 @@ def of_aligned(align: Any, spec: AttentionSpec | None, docs: Any, key_docs: Any)
     )
 
 
-def of_mask(mask: Any, spec: AttentionSpec | None, docs: Any, key_docs: Any = None) -> str | None:
-    """A mask of slices replaces documents, and all that a spec says of who sees whom."""
+def of_mask(mask: Any, docs: Any, key_docs: Any = None) -> str | None:
+    """A mask of slices replaces documents."""
     if mask is None:
         return None
-    if problem := of_arguments(mask=mask):
-        return problem
     names = ["docs"] * (docs is not None) + ["key_docs"] * (key_docs is not None)
-    names += [name for name in ("window", "chunk", "first") if spec is not None and getattr(spec, name, None)]
-    return f"mask says who sees whom; leave out {' and '.join(names)}" if names else None
+    other = f"mask says who sees whom; leave out {' and '.join(names)}" if names else None
+    return of_arguments(mask=mask) or other

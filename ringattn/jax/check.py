@@ -22,7 +22,7 @@ def check(
         or of_batch(q)
         or of_plan(q, k, v, plan)
         or of_sinks_for(q, sinks)
-        or of_lengths(q, k, plan, spec, lengths, key_docs)
+        or of_lengths(q, k, plan, spec, lengths, docs, key_docs)
         or of_docs(q.shape[0], plan, spec, docs, key_docs)
     )
 

@@ -22,7 +22,7 @@ def problem(
         of_tensors(q, k, v)
         or of_plan(q, k, v, plan)
         or of_sinks_for(q, sinks)
-        or of_lengths(q, k, plan, spec, (plan.local_len, plan.keys.local_len), key_docs)
+        or of_lengths(q, k, plan, spec, (plan.local_len, plan.keys.local_len), docs, key_docs)
         or of_docs(q.shape[0], plan, spec, docs, key_docs)
     )
 

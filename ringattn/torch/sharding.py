@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ringattn.check.arguments import of_arguments
 from ringattn.check.attention import of_packed
 from ringattn.layout import Layout, positions_of
+from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import Docs, raise_if, whole
 from ringattn.torch import same_data
@@ -214,3 +215,11 @@ def _real_tokens(
     limit = np.minimum(plan.seq_len, docs.starts[:, -1:] if docs is not None else plan.seq_len)
     real = at[None] < np.reshape(limit, (-1, 1))
     return None if real.all() else torch.from_numpy(real).to(device)
+
+
+def real_queries(mask: Mask, device: torch.device) -> Tensor | None:
+    """Which of this rank's queries see a key by a mask of slices, [1, T_local]; None when all of them do."""
+    assert mask.seeing is not None
+    at = local_positions(mask.plan, mask.plan.ring_axis.rank, mask.plan.ulysses_axis.rank)
+    begun, over = (np.searchsorted(edges, at, "right") for edges in mask.seeing)
+    return None if (begun > over).all() else torch.from_numpy(begun > over)[None].to(device)

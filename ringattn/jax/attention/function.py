@@ -169,6 +169,9 @@ def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]
     real = real_tokens(plan, starts[0], call.docs_padded)
     same_keys = plan.keys is plan and starts[1] is None
     real_keys = real if same_keys else real_tokens(plan.keys, starts[1], call.key_docs_padded)
+    if call.mask.seeing is not None:
+        begun, over = (jnp.searchsorted(jnp.asarray(x), local_positions(plan), side="right") for x in call.mask.seeing)
+        real = (begun > over)[None]
     q, k, v = ulysses.ready(q, k, v, axis, real, real_keys)
     arrays = q, k, v, sinks
     groups = plan.groups_for(shape_of(q, k, v, plan, (q.shape[2], k.shape[2]))) if plan.ulysses > 1 else 1

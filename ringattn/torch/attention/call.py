@@ -25,7 +25,7 @@ from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Score, arch_of, score_with, sight_of
 from ringattn.torch.bind import CAUSAL, key_of, remember
 from ringattn.torch.handles import whole_on_one
-from ringattn.torch.sharding import real_tokens, swapped_of
+from ringattn.torch.sharding import real_queries, real_tokens, swapped_of
 
 
 class Bound(NamedTuple):
@@ -49,8 +49,8 @@ class Call:
         self.exchanges_dlse = lse and self.ulysses.size > 1  # all ranks alike, also one whose lse has no gradient
         self.order = swapped_of(plan.tokens, self.ring.rank, device)  # of what Ulysses ranks hold, where they exchange
         same = mask.key_docs is None and plan.keys is plan
-        self.real = real_tokens(plan, mask.docs, device)
         real_keys = real_tokens(plan.keys, mask.docs if same else mask.key_docs, device)
+        self.real = real_tokens(plan, mask.docs, device) if mask.seeing is None else real_queries(mask, device)
         self.reals = self.real, real_keys, real_keys  # which tokens of q, k and v are real
         self.padded = self.real is not None or real_keys is not None  # whether this rank must clear padding
         self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
