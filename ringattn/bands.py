@@ -45,7 +45,7 @@ def families(
     """
     rows = every_row(spec, seq_len, key_len, docs, key_docs, offset)
     if docs is not None and (docs.parents is not None or docs.slices is not None):
-        rows = [stacked(bands) for (bands,) in rows]
+        rows = [stacked(chained(bands)) for (bands,) in rows]
     most = max(map(len, rows))
     return tuple(zip(*(row + [EMPTY] * (most - len(row)) for row in rows), strict=True))
 
@@ -224,6 +224,42 @@ def branches_of(starts: Row, parents: Row) -> list[tuple[tuple[int, int, int], .
         else:
             branches.append((*branch, (at + size, start, stop - start)))
     return branches
+
+
+def chained(bands: Bands) -> Bands:
+    """The same keys in bands of chains: a band's next begins where its keys end, and starts and stops no earlier.
+
+    Those of a chain that a query sees are one interval of it, neither side of which decreases.
+    """
+    size = len(bands.start)
+    lines = [2 * (side - slope * bands.start) + slope for side, slope in zip(bands[2:4], bands[4:], strict=True)]
+    (begins, ends), queries = np.unique(lines, return_inverse=True)[1].reshape(2, size), np.unique(bands[:2])
+    low, high = (np.searchsorted(queries, x) for x in bands[:2])
+    order = np.lexsort((low, begins))
+    keys = (begins * len(queries) + low)[order]
+    following = np.append(order, 0)[np.searchsorted(keys, ends * len(queries) + low)]
+    goes_on = (
+        (begins[following] == ends) & (low <= low[following]) & (low[following] < high) & (high <= high[following])
+    )
+    if not goes_on.any():
+        return bands
+    which, heads = np.where(goes_on, following, -1).tolist(), np.ones(size, bool)
+    heads[following[goes_on]] = False
+    line, chain_of = [], []
+    for number, at in enumerate(np.flatnonzero(heads).tolist()):
+        while at >= 0:
+            line.append(at)
+            chain_of.append(number)
+            at = which[at]
+    own = np.array(chain_of) * len(queries)
+    starts, stops = (own + x[line] for x in (low, high))
+    edges = np.unique([starts, stops])
+    first, last = np.searchsorted(stops, edges, "right"), np.searchsorted(starts, edges, "right") - 1
+    some = np.flatnonzero(first <= last)
+    start, stop = queries[edges[some] % len(queries)], queries[edges[some + 1] % len(queries)]
+    a, b = (bands.some(np.array(line)[x[some]]) for x in (first, last))
+    begin, end = a.begin + a.lean * (start - a.start), b.end + b.rise * (start - b.start)
+    return continued(Bands(start, stop, begin, end, a.lean, b.rise))
 
 
 def stacked(bands: Bands) -> list[Bands]:

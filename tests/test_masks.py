@@ -134,6 +134,20 @@ def test_slices_mask_by_their_kinds_within_the_window_and_overlapping_ones_are_r
         check_counted(Plan(24, 3, layout=layout, **dealt), case.spec, case.mask, words)
 
 
+def test_families_are_hardly_more_than_the_intervals_of_a_query():
+    """Of keys that leave at random, each a slice of its own, as FlashMask's random eviction."""
+    random, T = np.random.default_rng(0), 512
+    stops = np.where(random.random(T) < 0.5, T, random.integers(np.arange(T), T) + 1)
+    keys = np.stack([np.arange(T), np.arange(T) + 1], 1)
+    mask = Slices.from_slices(np.stack([np.arange(T), stops], 1), keys, "full", T)
+    results = families(AttentionSpec(), T, docs=mask)
+    seen = dense(results, T, T, 0)
+    at = np.arange(T)
+    np.testing.assert_array_equal(seen, (at <= at[:, None]) & (at[:, None] < stops))
+    intervals = (np.diff(seen, prepend=0, axis=1) > 0).sum(1).max()
+    assert intervals <= len(results) < 1.1 * intervals
+
+
 def calls_to_plan(count: int) -> int:
     """The Python calls of a plan for so many slices, each of other queries over any keys, and of its schedule."""
     random, calls = np.random.default_rng(0), []
