@@ -193,8 +193,6 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
         ([], "straight from their owners, over symmetric memory; in backward 25.2 MB a block"),
         (["transport=group"], "over nccl; in backward"),
         (["hosts=2"], "route levels: blocks come host by host, over nccl"),
-        (["seq_len=1M", "ring=16", "ulysses=8", "layout=auto", "heads=64,8", "machine=h100"], "100.7 MB a block"),
-        (["ring=1", "layout=auto", "hosts=2", "machine=h100"], "16 ranks"),
         (["route=relay"], "steps of the relay route"),
         (["strategy=gather", "groups=2"], "heads exchanged in 2 groups (as given)"),
         (["together=3"], "  100%    100%    100%    100%"),
@@ -208,6 +206,19 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
 )
 def test_plan_shows_what_is_asked_for(argv, output, capsys):
     assert words.main(["plan", "seq_len=8192", "ring=4", "layout=zigzag", *argv]) == 0
+    assert output in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "output"),
+    [
+        (["seq_len=1M", "ring=16", "ulysses=8", "heads=64,8"], "in backward 100.7 MB a block"),
+        (["hosts=2"], "ring of 16"),
+    ],
+    ids=" ".join,
+)
+def test_plan_takes_short_numbers_and_all_ranks_of_hosts(argv, output, capsys):
+    assert words.main(["plan", "machine=h100", *argv]) == 0
     assert output in capsys.readouterr().out
 
 

@@ -128,11 +128,6 @@ def test_an_impossible_setting_is_an_error_of_one_sentence(words, message, capsy
         ("run: '${oc.decode:${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
         ("run: '${oc.select:nothing,${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
         ("defaults: [override /model: '${oc.env:HOME}']", "${oc.env:HOME} is refused"),
-        (
-            "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else 'x')}]" for i in range(9)),
-            "mine.yaml has 72 YAML aliases (*name), and at most 16 are taken",
-        ),
-        ("# " + "x" * 2**18, "mine.yaml has 262,16"),
         (r'run: "a\0b\n"', r"run='a\x00b\n': text must be without control characters"),
         ("hydra: {job: {chdir: true}}", "hydra.job: Hydra's own settings cannot be changed here"),
         ("hydra: {job: {env_copy: [NOWHERE_AT_ALL]}}", "hydra.job.env_copy: Hydra's own settings"),
@@ -150,6 +145,23 @@ def test_a_wrong_setting_in_your_own_file_is_an_error_of_one_sentence(text, mess
     (tmp_path / "experiment" / "mine.yaml").write_text("# in the wrong place\nseq_len: 3\n")
     assert configured.run([*words, "experiment=mine"], lambda config, swept: 0) == 2
     assert "experiment/mine.yaml: its first line must be # @package _global_" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else 'x')}]" for i in range(9)),
+            "mine.yaml has 72 YAML aliases (*name), and at most 16 are taken",
+        ),
+        ("# " + "x" * 2**18, "mine.yaml has 262,146 bytes; a configuration has at most 262,144"),
+    ],
+    ids=["aliases", "bytes"],
+)
+def test_a_file_that_would_keep_hydra_busy_is_refused(text, message, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(text)
+    assert configured.run(["--config-dir", str(tmp_path)], lambda config, swept: 0) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_of_your_own_is_taken(tmp_path, capsys):
