@@ -4,10 +4,11 @@ VENV := .venv
 RUN := PYTHONPATH=. OMP_NUM_THREADS=1 $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+WHAT ?= trl
 WORKERS := -n 3 --dist worksteal  # tests that start ranks wait a good part of their time
 
-.PHONY: help install test test-slow test-both test-with test-ray test-gpu test-hosts test-compile test-mutants train bench pictures docs \
-        packages lint types
+.PHONY: help install test test-slow test-both test-with test-newest test-oldest test-ray test-gpu test-hosts test-compile \
+        test-mutants train bench pictures docs packages lint types
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,11 +30,24 @@ test-slow: $(READY)  ## run what takes long, a quarter of an hour more: restarts
 test-both: $(READY)  ## run the tests of test and of test-slow, in one start
 	$(RUN)/python -m pytest $(WORKERS) -m 'not gpu and not compile and not ray' --durations=25 $(ARGS)
 
-test-with:  ## run the tests with another library (WHAT=trl), in a virtual environment of its own
-	@test "$(WHAT)" = trl || { echo "WHAT=$(WHAT): say WHAT=trl"; exit 2; }
-	test -x .venv-$(WHAT)/bin/pytest || { $(PYTHON) -m venv .venv-$(WHAT) && .venv-$(WHAT)/bin/python -m pip install \
-	  --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[$(WHAT)]' pytest hypothesis; }
+test-with: .venv-$(WHAT)/.ready  ## run the tests with another library (WHAT=trl), in a virtual environment of its own
 	PYTHONPATH=. OMP_NUM_THREADS=1 .venv-$(WHAT)/bin/python -m pytest tests/test_$(WHAT).py --durations=5 $(ARGS)
+
+test-newest: .venv-newest/.ready  ## run the tests, and TRL's, with the newest versions of all that pyproject.toml allows
+test-oldest: .venv-oldest/.ready  ## run them with the oldest versions that it allows
+test-newest test-oldest: test-%:
+	PYTHONPATH=. OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest $(WORKERS) -m 'not slow and not gpu and not compile' $(ARGS)
+	PYTHONPATH=. OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest $(WORKERS) -m slow tests/test_trl.py $(ARGS)
+
+WITH_trl := --constraint constraints.txt pytest hypothesis --editable '.[trl]'
+WITH_newest := --editable '.[dev,trl]'
+WITH_oldest := --constraint .venv-oldest/versions $(WITH_newest)
+
+.venv-trl/.ready .venv-newest/.ready .venv-oldest/.ready: .venv-%/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-$*
+	grep -oE '[a-z0-9-]+(\[[a-z,]+\])?>=[0-9a-z.]+' pyproject.toml | sed -E 's/\[.*\]//; s/>=/==/' > .venv-$*/versions
+	.venv-$*/bin/python -m pip install --quiet --config-settings editable_mode=compat $(WITH_$*)
+	@touch $@
 
 test-ray: $(READY)  ## run all that needs a Ray cluster, emulated here: minutes
 	$(RUN)/python -m pytest tests/test_ray.py --durations=5 $(ARGS)

@@ -24,7 +24,7 @@ class LongDPO(hf.OverRanks, DPOTrainer): ...
 def main(name: str, pairs: str, length: str = "32768", steps: str = "10", out: str = "runs/dpo") -> None:
     args = DPOConfig(
         out, max_length=int(length), max_steps=int(steps), per_device_train_batch_size=1, logging_steps=1,
-        router_aux_loss_coef=0.0, use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
+        router_aux_loss_coef=0.0, use_cpu=not torch.cuda.is_available(),
         report_to="none", save_strategy="no",
     )  # fmt: skip
     plan = ra.plan(ra.init_mesh(ring=args.world_size, device_type=args.device.type), seq_len=int(length))

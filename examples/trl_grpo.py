@@ -29,7 +29,7 @@ def main(name: str, text: str, length: str = "8192", steps: str = "10", out: str
     args = GRPOConfig(
         out, max_completion_length=int(length), num_generations=4, per_device_train_batch_size=4, max_steps=int(steps),
         logging_steps=1, router_aux_loss_coef=0.0, report_to="none", save_strategy="no",
-        use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     plan = ra.plan(ra.init_mesh(ring=args.world_size, device_type=args.device.type), seq_len=int(length))
     model = hf.prepare(AutoModelForCausalLM.from_pretrained(name, dtype="auto"), plan)

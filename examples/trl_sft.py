@@ -25,7 +25,7 @@ class LongSFT(hf.OverRanks, SFTTrainer): ...
 def main(name: str, text: str, length: str = "32768", steps: str = "10", out: str = "runs/sft") -> None:
     args = SFTConfig(
         out, packing=True, max_length=int(length), max_steps=int(steps), per_device_train_batch_size=1, logging_steps=1,
-        router_aux_loss_coef=0.0, use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
+        router_aux_loss_coef=0.0, use_cpu=not torch.cuda.is_available(),
         report_to="none", save_strategy="no",
     )  # fmt: skip
     plan = ra.plan(ra.init_mesh(ring=args.world_size, device_type=args.device.type), seq_len=int(length))

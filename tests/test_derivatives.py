@@ -72,8 +72,8 @@ def test_a_graph_of_gradients_that_nobody_differentiates_changes_nothing():
 def test_forward_mode_is_refused_in_a_compiled_graph_too(function):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: torch.func.jvp(function, (x,), (x,))[1], backend="eager")
-    with pytest.raises(RuntimeError, match="carries a tangent of forward-mode differentiation"):
-        compiled(X)
+    with pytest.raises((ValueError, RuntimeError), match="carries a tangent of forward-mode differentiation"):
+        compiled(X)  # torch 2.14 no longer wraps our error
 
 
 def test_forward_mode_is_refused_where_it_begins_outside_a_compiled_graph_or_in_backward():

@@ -40,10 +40,11 @@ class OverRanks(hf_trl.Answers):
         self.mesh: Any = None  # of ranks that accelerate's ParallelismConfig is not for
         super().__init__(*args, **kwargs)
         vars(self.args).update(self.packing)
-        keep_outermost(hf_model.inner(self.model))
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             self.prepare(reference)
+        for model in (self.model, reference):
+            keep_outermost(hf_model.inner(model))
         self.check_answers()
 
     def create_accelerator_and_postprocess(self) -> None:

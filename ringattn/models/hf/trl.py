@@ -28,9 +28,12 @@ EACH_RANK = {  # arguments of GRPOTrainer with which each rank would get answers
 
 
 def is_head(forward: Any) -> bool:
-    """Whether this is the forward that TRL gave a model, with its argument `fused_lm_head`."""
-    code = getattr(getattr(forward, "__func__", None), "__code__", None)
-    return code is not None and "fused_lm_head" in code.co_varnames
+    """Whether TRL gave a model this forward, with its argument `fused_lm_head`, also within accelerate's autocast."""
+    while forward is not None:
+        if "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 @torch.compiler.disable(recursive=False)
