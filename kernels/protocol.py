@@ -49,22 +49,22 @@ class Backward(Protocol):
     ) -> tuple[Any, Any, Any]: ...  # fmt: skip
 
 
-class Once(NamedTuple):
+class Disjoint(NamedTuple):
     """How a kernel attends in steps of which no query has keys in two: it writes results, and merges none.
 
     The intervals of a step are few sequences (`kernels/sequences.py`), of one batch row.
 
-    room       (q, value dim) -> memory for a partial
+    allocate   (q, value dim) -> memory for a partial
     write      (q, k, v, where, into, scale=, softcap=): writes the rows of `into` of queries that see a key
-    written    (into, the intervals of all steps, the partial to start from or None) -> the partial, after all steps
+    finish     (into, the intervals of all steps, the partial to start from or None) -> the partial, after all steps
     backward   (tensors, where, rows, dq, scale=, softcap=) -> (dk, dv): writes the rows of `dq` of queries that see a
                key
     clear      (x, the intervals of all steps): zeros in the rows of `x` of queries that see no key
     """
 
-    room: Callable[[Any, int], Partial]
+    allocate: Callable[[Any, int], Partial]
     write: Callable[..., None]
-    written: Callable[[Partial, Sequence[Intervals], Partial | None], Partial]
+    finish: Callable[[Partial, Sequence[Intervals], Partial | None], Partial]
     backward: Callable[..., tuple[Any, Any]]
     clear: Callable[[Any, Sequence[Intervals]], None]
 
@@ -81,7 +81,7 @@ class TorchKernel:
     parted     whether some gradients can be computed without the others, at their cost alone
     rounds     whether the results for these intervals have the dtype of the inputs anyway
     fills      whether its programs stay on all multiprocessors of a GPU until its end
-    once       how it attends in steps of which no query has keys in two, if it prefers such steps
+    disjoint   how it attends in steps of which no query has keys in two, if it prefers such steps
     """
 
     attend: Attend
@@ -91,7 +91,7 @@ class TorchKernel:
     parted: bool = False
     rounds: Callable[[Intervals], bool] = in_full
     fills: bool = False
-    once: Once | None = None
+    disjoint: Disjoint | None = None
 
     def attend_backward(
         self, q: Any, k: Any, v: Any, where: Intervals, dout: Any, lse: Any, delta: Any, *, out: Any = None,

@@ -12,8 +12,8 @@ from ringattn.machine import ITEMS, Machine
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.predict import Rates, predict
-from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.recipe import Recipe
 from ringattn.transport import Transport
 
 # The time over that of the fastest, and the busiest rank's work over the mean, that make no difference: documents are

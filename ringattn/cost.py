@@ -11,8 +11,8 @@ import numpy as np
 from ringattn.bands import all_bands
 from ringattn.layout import Layout, Shard
 from ringattn.machine import Link, Machine
-from ringattn.seen import Table, overlaps, table_of
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.reads import AllRanges, all_ranges, overlaps
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ def shards(layout: Layout) -> list[Shard]:
 
 
 @lru_cache(maxsize=64)
-def ranges(layout: Layout) -> Table:
+def ranges(layout: Layout) -> AllRanges:
     """Those of all shards."""
-    return table_of(shards(layout))
+    return all_ranges(shards(layout))
 
 
 def replicas(kv_heads: int, ulysses: int) -> int:

@@ -8,9 +8,9 @@ import numpy as np
 from ringattn.bands import Bands, Families, Runs, all_bands, families
 from ringattn.layout import Shard, count_below, sorted_positions
 from ringattn.planning import Plan
-from ringattn.schedule import Schedule
-from ringattn.seen import seen, union
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.reads import Reads, seen, union
+from ringattn.steps.table import Table, build
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,14 @@ def bands_of(mask: Mask) -> Bands:
 
 
 @lru_cache(maxsize=32)
-def schedule_of(mask: Mask) -> Schedule:
-    """Which rank needs what of whose keys; the same on every rank."""
+def reads_of(mask: Mask) -> Reads:
+    """Which rank reads what of whose keys; the same on every rank."""
     plan = mask.plan
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
     return seen(bands_of(mask), queries, held)
+
+
+@lru_cache(maxsize=32)
+def table_of(mask: Mask, hosts: int, together: int = 1) -> Table:
+    """The steps of all ranks; one brings as much as so many blocks."""
+    return build(reads_of(mask), hosts, together)

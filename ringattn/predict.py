@@ -9,7 +9,7 @@ done. Both kinds of links carry transfers one after the other, at the same time 
 Plain numpy: milliseconds for a thousand ranks, the same on every rank. Of a large ring some ranks are computed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from math import gcd, log
@@ -23,10 +23,10 @@ from ringattn.footprint import bound, peak
 from ringattn.layout import Layout
 from ringattn.machine import Machine
 from ringattn.planning import Plan
-from ringattn.recipe import see_mostly_own
-from ringattn.schedule import Schedule, growing
-from ringattn.seen import seen
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.reads import Reads, seen
+from ringattn.steps.recipe import see_mostly_own
+from ringattn.steps.table import travelling as travelled
 
 EXACT, SOME = 64, 12  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
 MEASURED = 2**20  # queries x heads of the calls whose rates are measured
@@ -109,7 +109,7 @@ class Spread(NamedTuple):
 @lru_cache(maxsize=256)
 def shown(
     queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None
-) -> tuple[np.ndarray, np.ndarray, Schedule | None]:
+) -> tuple[np.ndarray, np.ndarray, Reads | None]:
     """The ranks that are computed; [rank, block]: the pairs that each sees; the schedule, if the ring is computed."""
     ring = queries.ring
     ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if ring > EXACT else np.arange(ring)
@@ -142,6 +142,38 @@ def behind(x: np.ndarray, distance: Any, n: int) -> np.ndarray:
     return at + n * (at < 0)
 
 
+def travelling(reads: Reads, hosts: int) -> np.ndarray:
+    """[distance, block]: how many tokens hosts at this distance or later ones see."""
+    ring = reads.ring
+    if hosts == 1:
+        return np.zeros((1, ring), int)
+    block, begin, end, hops = travelled(
+        reads.block, reads.begin, reads.end, (reads.reader // (ring // hosts) - reads.block // (ring // hosts)) % hosts,
+        reads.length,
+    )  # fmt: skip
+    counts = np.bincount(hops * ring + block, end - begin, hosts * ring).reshape(hosts, ring)
+    return counts[::-1].cumsum(0)[::-1].astype(int)
+
+
+def growing(distances: Sequence[int], read: np.ndarray, block: int, together: int) -> Iterator[list[int]]:
+    """The distances of each step, that of own blocks of `block` tokens left out; `read` [distance, rank] tokens come.
+
+    To no rank more tokens come in a step than `together` blocks have, and more than three times as many as were there
+    before it, so that compute can hide the transfer; of one distance all come.
+    """
+    now: list[int] = []
+    coming = 0 * read[0]
+    done = coming + block
+    for d in distances:
+        if now and (coming + read[d] > np.minimum(together * block, 3 * done)).any():
+            yield now
+            now, done, coming = [], done + coming, 0 * coming
+        now.append(d)
+        coming = coming + read[d]
+    if now:
+        yield now
+
+
 @lru_cache(maxsize=64)
 def blocks(spread: Spread) -> Blocks:
     ring, ulysses, hosts, gpus = spread.queries.ring, spread.queries.ulysses, spread.hosts, spread.gpus
@@ -151,7 +183,7 @@ def blocks(spread: Spread) -> Blocks:
         length = spread.keys.shard_len
         tokens, onward = np.where(pairs > 0, length, 0), np.broadcast_to(length, (hosts, ring))
     else:
-        tokens, onward = schedule.read, schedule.travelling(hosts)
+        tokens, onward = schedule.tokens, travelling(schedule, hosts)
     r, at = ranks[:, None], np.arange(len(ranks))[:, None]
     host, place = np.divmod(r, size)
     o, d = (x.ravel() for x in np.mgrid[:hosts, :size])  # distances between hosts, and within one

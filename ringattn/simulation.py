@@ -21,8 +21,7 @@ from ringattn.bands import work_of
 from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
 from ringattn.machine import Link, Machine
 from ringattn.planning import Plan
-from ringattn.predict import BACKWARD, EXACT, MEASURED, Rates, Spread, across, behind, course
-from ringattn.schedule import growing
+from ringattn.predict import BACKWARD, EXACT, MEASURED, Rates, Spread, across, behind, course, growing
 from ringattn.sharing import ALONE, LONG, Clock, on_links
 from ringattn.spec import AttentionSpec, Docs
 

@@ -39,7 +39,7 @@ LAYOUTS = (
     "test_layout.py::test_count_below_is_searchsorted",
 )
 NEEDED = ("test_schedule.py::test_needed_blocks_and_seen_pairs_are_those_of_the_dense_mask",)
-ROUNDS = ("test_schedule.py::test_rounds_meet_exactly_what_is_needed_and_gradients_come_home",)
+ROUNDS = ("test_steps.py::test_steps_meet_exactly_what_is_needed_and_gradients_come_home",)
 REFERENCE = ("test_reference.py::test_forward_and_backward_are_the_definition",)
 PARTIAL = (
     "test_partial.py::test_the_sign_the_weight_of_a_grows_with_its_own_lse",
@@ -69,14 +69,13 @@ MUTANTS = (
            "(rank, 2 * ranks - 2 - rank)", LAYOUTS),
     Mutant("swapped_back", "ringattn/torch/attention/ulysses.py", "index_select(1, order[1])",
            "index_select(1, order[0])", ("test_for_docs.py",)),
-    Mutant("block_sent_whole", "ringattn/schedule.py", "return (range(self.length),)",
-           "return (range(self.length - 1),)", ("test_for_docs.py",)),
     # who meets whom
-    Mutant("home_too_early", "ringattn/schedule.py", "self.kept(hosts, block, o, following)",
-           "self.kept(hosts, block, o)", ROUNDS),
-    Mutant("tokens_stop_early", "ringattn/schedule.py", "some = (last >= low) if", "some = (last > low) if", ROUNDS),
-    Mutant("too_much_at_once", "ringattn/schedule.py", "np.minimum(together * block, 3 * done)", "together * block",
-           ("test_schedule.py::test_a_step_brings_what_can_hide_behind_the_work_before_it",)),
+    Mutant("home_too_early", "ringattn/steps/table.py", "last = Transfers(after[hops],",
+           "last = Transfers(after[hops - 1],", ROUNDS),
+    Mutant("tokens_stop_early", "ringattn/steps/table.py", "counted(hops) + 1", "np.maximum(counted(hops), 1)", ROUNDS),
+    Mutant("too_much_at_once", "ringattn/steps/table.py", "np.minimum(together * length, 3 * before)",
+           "together * length",
+           ("test_steps.py::test_a_step_brings_what_can_hide_behind_the_work_before_it",)),
     # partials and gradients
     Mutant("merge_sign", "kernels/partial.py", "b.lse - a.lse)", "a.lse - b.lse)", PARTIAL),
     Mutant("empty_side_counts", "kernels/partial.py", "xp.zeros_like(part.out), part.out), part.lse)",
@@ -87,13 +86,13 @@ MUTANTS = (
            "1 - torch.where(s == NEVER, 0.0, s) / softcap", RING),
     Mutant("dq_without_scale", "kernels/attention/tiled.py", "ungrouped(dq_rows, dq[:, queries]) * scale",
            "ungrouped(dq_rows, dq[:, queries])", RING),
-    Mutant("rounded_at_every_step", "ringattn/torch/attention/ring.py",
-           "q.dtype if rounded or not left else None", "q.dtype",
+    Mutant("rounded_at_every_step", "ringattn/torch/attention/steps.py",
+           "self.q.dtype if rounded or not self.left else None", "self.q.dtype",
            ("test_attention.py::test_outputs_are_rounded_once_however_many_steps_a_ring_has",)),
-    Mutant("own_gradients_lost", "ringattn/torch/attention/ring.py", "add_at(own, transfer.wait() or (), ranges)",
-           "transfer.wait()",
+    Mutant("own_gradients_lost", "ringattn/torch/attention/ring.py", "own.add_at(landing, gone_home.wait() or ())",
+           "gone_home.wait()",
            ("test_attention.py::test_other_ways_to_bring_keys_equal_it_too",)),
-    Mutant("stripes_out_of_order", "ringattn/schedule.py",
+    Mutant("stripes_out_of_order", "ringattn/steps/rank.py",
            "range(a, a + len(r) * (b - a), b - a)", "range(a, a + len(r))", OTHER_WAYS),
     Mutant("padding_meets_tokens", "ringattn/torch/attention/ulysses.py", "return x if real is None else torch.where(",
            "return x if True else torch.where(", ULYSSES),
@@ -154,7 +153,7 @@ MUTANTS = (
            "(own + ahead).clip(begin, end)", JAX),
     Mutant("jax_source", "ringattn/jax/attention/steps.py", "(self.rank - distance) % self.keys.ring",
            "(self.rank + distance) % self.keys.ring", JAX),
-    Mutant("jax_gradients_home", "ringattn/spmd.py",
+    Mutant("jax_gradients_home", "ringattn/steps/spmd.py",
            "Rotation(-self.distances[-1],", "Rotation(self.distances[-1],", JAX),
 )  # fmt: skip
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn import api, choosing, recipe
+from ringattn import api, choosing
 from ringattn.comms.local import LocalAxis
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels.attention import tiled
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES, Case
-from ringattn.mask import Mask, schedule_of
+from ringattn.mask import Mask, table_of
 from ringattn.spec import AttentionSpec
+from ringattn.steps import recipe
 from ringattn.torch import agree
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.ulysses import summed
@@ -111,13 +112,13 @@ def a_third(choices: list) -> list:
 @pytest.mark.parametrize("case, choice", a_third([("auto", 3), ("tiled", 1), ("reference", 3)]))
 def test_heads_at_home_may_take_turns(case, choice, monkeypatch):
     """What is done in two halves where keys have a long way, and whether a kernel adds up in place or not."""
-    rounds = []
+    firsts = []
     monkeypatch.setattr(recipe, "LONG", 0)
-    of_round = ring.of_round
-    monkeypatch.setattr(ring, "of_round", lambda *given: rounds.append(given[6]) or of_round(*given))
+    backward = ring.backward
+    monkeypatch.setattr(ring, "backward", lambda *given: firsts.append(given[5][0]) or backward(*given))
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
     check(case, torch.float32, dict.fromkeys(names, LIMIT), kernel=choice[0], together=choice[1])
-    assert any(first.heads for first, *_ in rounds) or case.ulysses > 1 or case.kv_heads == 1
+    assert any(first.heads for first in firsts) or case.ulysses > 1 or case.kv_heads == 1
 
 
 WAYS = [{"route": "relay"}, {"together": 2}, {"together": 7}, {"route": "levels", "hosts": 2}, {"grads": "input"}]
@@ -161,11 +162,12 @@ def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, trans
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = ra.attention(*leaves, plan)
-        axis, schedule = plan.ring_axis, schedule_of(Mask(plan, ra.AttentionSpec()))
+        axis = plan.ring_axis
+        tokens = [int(each[axis.rank]) for each in table_of(Mask(plan, ra.AttentionSpec()), plan.hosts).sent]
         before = axis.sent
         out.backward(dout)
         sent = axis.sent - before
-        return [plan.unshard(x.grad) for x in leaves], sent, schedule.tokens_sent(axis.rank)
+        return [plan.unshard(x.grad) for x in leaves], sent, tokens
 
     for grads, sent, (keys, back) in run_ranks(one_rank, ring=4):
         for result, leaf in zip(grads, leaves, strict=True):

@@ -7,7 +7,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.recipe import Recipe
+from ringattn.steps.recipe import Recipe
 
 FULL = ra.AttentionSpec(causal=False)
 HALVES = ra.Docs.from_lengths([32, 32])

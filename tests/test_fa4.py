@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn import kernels, recipe
+from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import Kernel, Problem, gain, rates, select
 from ringattn.kernels.attention import reference
@@ -33,6 +33,7 @@ from ringattn.kernels.rows import row_delta
 from ringattn.kernels.sequences import sequences_of
 from ringattn.launch.commands import tune
 from ringattn.launch.verify.cases import Case
+from ringattn.steps import recipe
 from ringattn.torch.attention import call
 from ringattn.torch.attention.steps import score_with
 from tests.cases import CASES
@@ -357,11 +358,11 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     monkeypatch.setattr(recipe, "BESIDE", 0 if long else tokens)
     if seed % 4 == 1:  # as if ranks had different kernels, of which one keeps nothing
         monkeypatch.setattr(call, "has_of", lambda *_: torch.rand(()).item())
-    counted = fa4.KERNEL.once._replace(
+    counted = fa4.KERNEL.disjoint._replace(
         write=lambda *x, **score: visits.append("forward") or fa4.write(*x, **score),
-        backward=lambda *x, **score: visits.append("backward") or fa4.backward_once(*x, **score),
+        backward=lambda *x, **score: visits.append("backward") or fa4.backward_disjoint(*x, **score),
     )
-    monkeypatch.setattr(fa4, "KERNEL", replace(fa4.KERNEL, refuses=lambda _: None, once=counted))
+    monkeypatch.setattr(fa4, "KERNEL", replace(fa4.KERNEL, refuses=lambda _: None, disjoint=counted))
     score_with.cache_clear()
 
     def one_rank(mesh: object) -> list[torch.Tensor]:
@@ -376,8 +377,8 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
         sent[0] += (forward := axis.sent) - began
         back(results, plan.shard(dout), None if dlse is None else plan.shard(dlse))
         sent[1] += axis.sent - forward
-        (first, *_), *_ = [each.steps for each in next(iter(plan.calls.values())).recipe.backward.rounds]
-        assert not first.only or bool(first.brought) == (long and kept), "long ranks: pieces first"
+        first = next(iter(plan.calls.values())).recipe.backward.steps[0]
+        assert not first.queries or bool(first.receive) == (long and kept), "long ranks: pieces first"
         return [plan.unshard(x) for x in (results[0], *(x.grad for x in own))]
 
     for results in run_ranks(one_rank, ring=ring, device=like.device.type):

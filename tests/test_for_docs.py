@@ -19,11 +19,11 @@ from ringattn.cost import Shape
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FULL, Case
 from ringattn.layout import Layout, count_below, positions_of
-from ringattn.mask import Mask, schedule_of
+from ringattn.mask import Mask, reads_of
 from ringattn.planning import Plan
 from ringattn.ranks import Ranks
-from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.recipe import Recipe
 from ringattn.torch.attention.compiled import attention_op
 from ringattn.torch.handles import of_text
 
@@ -70,7 +70,7 @@ def test_blocks_meet_exactly_where_something_is_seen(layout, causal, window, pac
     expected = np.zeros((layout.ring, layout.ring), bool)
     for q, (first, last) in enumerate(zip(begin, end, strict=True)):
         expected[owner[q], owner[first:last]] = True
-    np.testing.assert_array_equal(schedule_of(Mask(plan, spec, docs)).needed, expected)
+    np.testing.assert_array_equal(reads_of(Mask(plan, spec, docs)).needed, expected)
 
 
 @st.composite
@@ -86,15 +86,15 @@ def rings(draw):
 @given(rings(), st.sampled_from([None, 2, 8]))
 def test_keys_of_every_step_increase(case, together):
     """Blocks that come in one step interleave, as does what queries take of their own rank's keys beside them."""
-    kernel = SimpleNamespace(load=lambda: SimpleNamespace(once=True))
+    kernel = SimpleNamespace(load=lambda: SimpleNamespace(disjoint=True))
     how = ra.Transport("direct", 1, together=together)
     plan = Plan(case.seq_len, case.ring, 1, "ring", case.layout, transport=how, docs=case.laid_out)
     mask, shape = Mask(plan, case.spec, case.docs), Shape(case.seq_len, case.seq_len, 2, 1, 8, 8)
     for rank in range(case.ring):
         recipe = Recipe(mask, shape, "cpu", "float32", rank=rank)
-        rounds = recipe.rounds(1)
-        for each in (rounds, recipe.once(rounds, kernel, work=1, sent=0, visits=9)):
-            for step in each[0].steps:
+        steps = recipe.steps(1)
+        for each in (steps, recipe.disjoint(steps, kernel, work=1, sent=0, visits=9)):
+            for step in each:
                 assert not step.keys or (np.diff(positions_of(step.keys)) > 0).all()
 
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn import recipe
 from ringattn.comms.local import run as run_ranks
 from ringattn.launch.processes import RankError
 from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.models.nn import StreamingAttention
+from ringattn.steps import recipe
 from tests.cases import CASES as SMALL
 
 pytestmark = pytest.mark.gpu

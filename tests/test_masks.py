@@ -25,11 +25,11 @@ from ringattn.kernels.total import in_dtype
 from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES, Case
-from ringattn.mask import Mask, schedule_of
+from ringattn.mask import Mask, reads_of
 from ringattn.planning import Plan
-from ringattn.recipe import Sight
 from ringattn.slices import Mask as Slices
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.recipe import Sight
 from ringattn.torch.handles import docs_of, of_text, starts_of
 
 KINDS = "full", "causal", "inverse", "both"
@@ -111,7 +111,7 @@ def test_bands_are_the_mask_and_so_are_the_schedule_and_the_work(case, layout, r
 
 def check_counted(plan: Plan, spec: AttentionSpec, docs: Any, words: np.ndarray) -> None:
     """Which rank needs which block, and how many pairs of it are seen."""
-    needed = schedule_of.__wrapped__(Mask(plan, spec, docs)).needed
+    needed = reads_of.__wrapped__(Mask(plan, spec, docs)).needed
     pairs = seen_pairs(plan.tokens, plan.tokens, spec, docs)
     for a, b in np.ndindex(plan.ring, plan.ring):
         q, k = (at[at < plan.seq_len] for at in (plan.tokens.positions(a), plan.tokens.positions(b)))
@@ -159,7 +159,7 @@ def calls_to_plan(count: int) -> int:
     try:
         mask = Slices.from_slices(np.stack([edges[:-1], edges[1:]], 1), keys, kinds, 2**17)
         plan = ra.plan(target, seq_len=2**17, mask=mask, layout="zigzag", heads=(8, 2), head_dim=128)
-        schedule_of(Mask(plan, AttentionSpec(), mask))
+        reads_of(Mask(plan, AttentionSpec(), mask))
     finally:
         setprofile(None)
     return len(calls)
@@ -210,7 +210,7 @@ def test_chunks_cost_what_documents_of_that_length_cost():
         chunked, documents = (Sight(mask, rank).at((range(2048),)) for mask in (chunks, packed))
         assert not chunked.also and chunked.rectangles == documents.rectangles
         np.testing.assert_array_equal(chunked.host, documents.host)
-    assert (schedule_of(chunks).needed == schedule_of(packed).needed).all()
+    assert (reads_of(chunks).needed == reads_of(packed).needed).all()
 
 
 def test_shared_prefixes_are_two_families_and_a_third_of_the_work():

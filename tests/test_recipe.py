@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn import recipe
 from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
 from ringattn.cost import Shape
 from ringattn.launch.bench.masks import cases
 from ringattn.mask import Mask
 from ringattn.planning import Plan
-from ringattn.recipe import Recipe
+from ringattn.steps import recipe
+from ringattn.steps.recipe import Recipe
 
 DOCS = ra.Docs.from_lengths([20, 3, 30], pad_to=60)
 CASES = {
@@ -55,14 +55,12 @@ def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypat
         assert "in 2 groups" in text and "step 1: keys [0, 60)" in text
         return
     assert ("query heads 0 to 4" in text) == ("halves" in name)
-    for ranks in passes.values():  # what one rank reads is what the other shows, at the same step
-        for i in range(len(ranks[0].rounds)):
-            steps = {rank: each.rounds[i].steps for rank, each in ranks.items()}
-            read = {(j, a, b): sum(map(len, places.at)) for a, mine in steps.items()
-                    for j, step in enumerate(mine) for b, places in step.brought.items()}  # fmt: skip
-            shown = {(j, a, b): sum(map(len, ranges)) for b, mine in steps.items()
-                     for j, step in enumerate(mine) for a, ranges in step.shown.items()}  # fmt: skip
-            assert read == shown
+    for ranks in passes.values():  # what one rank receives is what the other sends, at the same step
+        steps = [(rank, j, step) for rank, each in ranks.items() for j, step in enumerate(each.steps)]
+        received = {(j, source, rank): sum(map(len, places.at))
+                    for rank, j, step in steps for source, places in step.receive.items()}  # fmt: skip
+        sent = {(j, rank, to): sum(map(len, ranges)) for rank, j, step in steps for to, ranges in step.send.items()}
+        assert received == sent
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ def test_kernels_for_packed_documents_are_for_one_device_and_the_same_documents_
 @pytest.mark.parametrize("slower, heads, once", [(1, 64, 8), (2, 64, 7), (2, 32, 4), (100, 64, 0)])
 def test_queries_are_visited_once_unless_a_rank_would_wait_longer_for_their_keys(slower, heads, once, monkeypatch):
     """Ranks that hold hardly any documents of their own have nothing to hide the transfer, and visit them once too."""
-    kernel = SimpleNamespace(load=lambda: SimpleNamespace(once=True, parted=False))
+    kernel = SimpleNamespace(load=lambda: SimpleNamespace(disjoint=True, parted=False))
     monkeypatch.setattr(Recipe, "kernel", lambda *_, **__: kernel)
     seconds = Recipe.seconds_of_keys
     monkeypatch.setattr(Recipe, "seconds_of_keys", lambda self, step: slower * seconds(self, step))
@@ -93,17 +91,17 @@ def test_queries_are_visited_once_unless_a_rank_would_wait_longer_for_their_keys
         target, seq_len=65536, heads=(heads, 8), head_dim=128, layout="balanced", strategy="ring", **case.asked
     )
     mask, shape = Mask(plan, ra.AttentionSpec(), plan.docs), Shape(65536, 65536, heads, 8, 128, 128)
-    steps = [Recipe(mask, shape, "cuda", "bfloat16", rank=rank).forward.rounds[0].steps for rank in range(8)]
-    assert sum(first.only is not None for first, *_ in steps) == once
+    steps = [Recipe(mask, shape, "cuda", "bfloat16", rank=rank).forward.steps for rank in range(8)]
+    assert sum(first.queries is not None for first, *_ in steps) == once
     assert (once < 8) or any(first.where is None for first, *_ in steps), "a rank with no documents of its own"
 
 
 @pytest.mark.parametrize("window, kept", [(None, False), (64, False), (17, False), (16, True)])
 def test_a_window_longer_than_half_a_shard_is_as_a_causal_mask(window, kept, monkeypatch):
     """It would keep all keys, as long as the layer's activations are."""
-    kernel = SimpleNamespace(load=lambda: SimpleNamespace(once=True, parted=False))
+    kernel = SimpleNamespace(load=lambda: SimpleNamespace(disjoint=True, parted=False))
     monkeypatch.setattr(Recipe, "kernel", lambda *_, **__: kernel)
     plan, shape = Plan(64, 2, 1, "ring", "zigzag"), Shape(64, 64, 8, 2, 128, 128)
     recipes = [Recipe(Mask(plan, ra.AttentionSpec(window=window)), shape, "cuda", "bfloat16", rank=r) for r in range(2)]
     assert [each.keeps for each in recipes] == [kept] * 2
-    assert kept or not any(each.backward.rounds[0].steps[0].only for each in recipes)
+    assert kept or not any(each.backward.steps[0].queries for each in recipes)

@@ -16,7 +16,7 @@ from ringattn.comms.local import run
 from ringattn.jax.attention.steps import global_bounds
 from ringattn.launch.verify.cases import FEATURES
 from ringattn.layout import LAYOUTS, to_local
-from ringattn.mask import Mask, schedule_of
+from ringattn.mask import Mask, reads_of
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import below, bounds_on, local, on_device, spread_on
@@ -232,7 +232,7 @@ def test_rows_packed_differently_cost_the_host_little(layout):
         finally:
             tracemalloc.stop()
 
-    schedule, room = peak(lambda: schedule_of.__wrapped__(mask))
+    schedule, room = peak(lambda: reads_of.__wrapped__(mask))
     assert schedule.needed.any() and room < 16 * T
     (runs,), room = peak(lambda: mask.runs(plan.tokens.shard(0)))
     assert len(runs.counts) == 16 and len(runs.positions) == T // 8 and room < 8 * T

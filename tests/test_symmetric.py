@@ -24,8 +24,9 @@ from ringattn.comms.watch import Watch
 from ringattn.kernels import TABLE
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES
-from ringattn.mask import Mask, schedule_of
-from ringattn.torch.attention.ring import room_for
+from ringattn.mask import Mask, reads_of, table_of
+from ringattn.steps.rank import steps_of
+from ringattn.torch.attention.transfers import exchange_for
 from tests.test_comms import exercise
 
 
@@ -411,9 +412,10 @@ def test_two_ranges_of_a_tensor_come_in_one_copy(monkeypatch):
 
     def one_rank(axis):
         plan = choosing.plan(SharedMesh(axis), seq_len=64, layout="zigzag", strategy="ring")
-        step = schedule_of(Mask(plan, api.AttentionSpec())).rounds(axis.rank, together=3)[0].steps[1]
+        mask = Mask(plan, api.AttentionSpec())
+        step = steps_of(table_of(mask, 1, together=3), reads_of(mask).shards, axis.rank)[1]
         k = plan.positions().float()[None, :, None].expand(1, -1, 5).contiguous()
-        room, trip = room_for(step, k, -k)
+        room, trip = exchange_for(step, (k, -k))
         with axis.sharing(*trip) as coming:
             pass
         coming.wait()

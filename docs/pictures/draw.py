@@ -1,6 +1,6 @@
 """The pictures of docs/, each computed by the code that it explains.
 
-Layouts come from ringattn.layout, tiles from kernels/attention/tiled.py, steps from ringattn.schedule: a picture cannot
+Layouts come from ringattn.layout, tiles from kernels/attention/tiled.py, steps from ringattn.steps: a picture cannot
 show what the code does not do. Figures come from benchmarks/. `make pictures`, or `python docs/pictures/draw.py
 [FOLDER]`, draws them all.
 """
@@ -26,10 +26,12 @@ from ringattn.kernels.linear import chunkwise
 from ringattn.launch.commands.plot import INK, RANKS, STYLE, bars, panels, read, save
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.planning import Plan
-from ringattn.seen import seen
 from ringattn.segments import order
 from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.rank import steps_of
+from ringattn.steps.reads import seen
+from ringattn.steps.table import build
 
 FAINT, PAPER, TILE, OTHER = "#d9d9d9", "#f4f4f4", "#a9c1dc", "#c3c8ce"
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -229,19 +231,19 @@ def ring() -> Figure:
         layout = Layout(name, T, size)
         begin, end = bounds(spec, np.arange(T), T)
         shards = [layout.shard(r) for r in range(size)]
-        schedule = seen(joined([one for (one,) in families(spec, T)]), shards, shards)
+        table = build(seen(joined([one for (one,) in families(spec, T)]), shards, shards), size)
         blank(ax, size * dx, size * dy)
         ax.set_title(title, pad=30)
-        for i, d in enumerate(schedule.distances):
+        for i, d in enumerate(table.distances):
             if ax is axes[0][0]:
                 ax.text(-0.15, d * dy + 0.5, f"step {d}", ha="right", va="center")
             for rank in range(size):
-                step, at = schedule.rounds(rank, size)[i], (rank * dx, d * dy)
-                color = RANKS[step.held] if step.kept else "#888888"
-                text = f"keys {step.held}" if step.kept else "not sent"
-                meet(ax, at, (begin[0], end[0]), layout.positions(rank), layout.positions(step.held), color)
+                phase, at = steps_of(table, shards, rank)[i].phase, (rank * dx, d * dy)
+                color = RANKS[phase.block] if phase.held else "#888888"
+                text = f"keys {phase.block}" if phase.held else "not sent"
+                meet(ax, at, (begin[0], end[0]), layout.positions(rank), layout.positions(phase.block), color)
                 ax.text(at[0] + 0.5, at[1] - 0.04, text, ha="center", va="bottom", fontsize=7, color=color)
-        for d in set(range(size)) - set(schedule.distances):
+        for d in set(range(size)) - set(table.distances):
             ax.text(size * dx / 2 - 0.1, d * dy + 0.5, "no step: nobody sees anything", ha="center", va="center")
         for rank in range(size):
             ax.text(rank * dx + 0.5, -0.38, f"rank {rank}", ha="center", va="bottom", fontsize=8)

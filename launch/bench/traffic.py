@@ -17,8 +17,9 @@ from ringattn.launch.bench import Row
 from ringattn.launch.commands.packed import drawn
 from ringattn.launch.processes import MOST
 from ringattn.launch.words import option
-from ringattn.mask import Mask, schedule_of
-from ringattn.schedule import Schedule
+from ringattn.mask import Mask, reads_of, table_of
+from ringattn.steps.reads import whole_blocks
+from ringattn.steps.table import build
 
 LONG_TAIL = "log-normal documents"
 
@@ -72,8 +73,9 @@ def count(options: Options, strategy: str, route: str, ring: int, ulysses: int, 
         out = ra.attention(q, k, v, plan, spec=spec, docs=docs)
         forward = sum(a.sent for a in axes)
         out.sum().backward()
-        schedule = schedule_of(Mask(plan, spec, docs))
-        counts = [x.tokens_sent(plan.ring_axis.rank, plan.hosts) for x in (schedule, Schedule(schedule.needed))]
+        mask = Mask(plan, spec, docs)
+        tables = table_of(mask, plan.hosts), build(whole_blocks(reads_of(mask).needed, 1), plan.hosts)
+        counts = [[int(column[plan.ring_axis.rank]) for column in table.sent] for table in tables]
         return (
             forward,
             sum(a.sent for a in axes) - forward,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ringattn.cost import seen_pairs
-from ringattn.mask import Mask, schedule_of
+from ringattn.mask import Mask, reads_of
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
@@ -42,7 +42,7 @@ def holdings(plan: Plan, spec: AttentionSpec, docs: Docs) -> list[str]:
     layout, columns = plan.tokens, min(WIDTH, plan.tokens.padded_length)
     edges = np.arange(columns + 1) * layout.padded_length // columns
     work = seen_pairs(layout, layout, spec, docs).sum(1)
-    read = schedule_of(Mask(plan.replace(strategy="ring"), spec, docs)).read
+    read = reads_of(Mask(plan.replace(strategy="ring"), spec, docs)).tokens
     come = (read.sum(1) - read.diagonal()) / layout.shard_len
     longest = int(np.diff(docs.starts).max())
     begins = np.isin(np.arange(columns), np.searchsorted(edges, docs.starts, "right") - 1)

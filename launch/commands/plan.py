@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ringattn import choosing
 from ringattn.bands import families
 from ringattn.choosing import elsewhere, factored
@@ -22,11 +24,11 @@ from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.commands.packed import MIXES, holdings, lengths_of
 from ringattn.launch.words import option
 from ringattn.machine import load, of_device
-from ringattn.mask import Mask, among_all, schedule_of
+from ringattn.mask import Mask, among_all, table_of
 from ringattn.planning import Plan
-from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.spmd import SharedRecipe
+from ringattn.steps.recipe import Recipe
+from ringattn.steps.spmd import SharedRecipe
 from ringattn.transport import Transport
 
 RANKS, MOST = 65536, 1024  # ranks: of more no steps are shown, since what each pair of them works on is counted
@@ -209,24 +211,21 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
     if plan.strategy == "gather":
         title = "gather: one step, after every rank's keys have arrived; the share of the mean work that each rank does"
         return [title, shares(counts.sum(1) / share, plan.ring <= SHOWN)]
-    schedule, ranks = schedule_of(Mask(plan, spec, docs)), range(plan.ring)
-    rounds = [schedule.rounds(r, plan.hosts, blocks_at_once(plan)) for r in ranks]
-    runs = [[step.sources for turn in each for step in turn.steps] for each in rounds]  # whose keys, at each step
+    table, ranks = table_of(Mask(plan, spec, docs), plan.hosts, blocks_at_once(plan)), range(plan.ring)
     few = plan.ring <= SHOWN
     lines = [
         f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received",
         "  step  " + "".join(f"{f'rank {r}' if few else r:>8}" for r in (ranks if few else SUMMARY)) + "   blocks",
     ]
-    number = max(map(len, runs))
-    for i in range(number):
-        if not few and LINES <= i < number - 1:
-            lines += [f"   ...  {number - LINES - 1} more"] if i == LINES else []
+    for i in range(table.count):
+        if not few and LINES <= i < table.count - 1:
+            lines += [f"   ...  {table.count - LINES - 1} more"] if i == LINES else []
             continue
-        here = [run[i] if i < len(run) else () for run in runs]
-        work = [sum(counts[r, block] for block in blocks) / share for r, blocks in enumerate(here)]
-        come = sum(block != r for r, blocks in enumerate(here) for block in blocks)
+        here = table.when == i
+        work = (counts * here).sum(1) / share
+        come = int(here.sum() - here.diagonal().sum())
         lines.append(f"  {i + 1:>4}  " + shares(work, few) + f"{come:>9}")
-    skipped = plan.ring - len(schedule.distances)
+    skipped = plan.ring - len(np.unique((np.subtract.outer(ranks, ranks) % plan.ring)[table.when >= 0]))
     total = shares(counts.sum(1) / share, few)
     return [*lines, f"  all   {total}" + (f"   {skipped} steps skipped" if skipped else "")]
 

@@ -44,7 +44,7 @@ from ringattn.kernels.attention.libraries.thin import with_thin
 from ringattn.kernels.attention.triton.block_lists import block_lists
 from ringattn.kernels.intervals import Intervals, Rectangle, extent, within
 from ringattn.kernels.partial import NEVER, Partial
-from ringattn.kernels.protocol import Once
+from ringattn.kernels.protocol import Disjoint
 from ringattn.kernels.rows import Rows
 from ringattn.kernels.sequences import sequences_of, unseen
 from ringattn.kernels.total import Total
@@ -368,7 +368,7 @@ def backward(
     return dq.view(q_BTHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGV.shape)
 
 
-def room(q_BTHD: Tensor, value_dim: int) -> Partial:
+def allocate(q_BTHD: Tensor, value_dim: int) -> Partial:
     """Memory for a partial of one batch row, as FA4 writes it."""
     _, T, H, _ = q_BTHD.shape
     return Partial(q_BTHD.new_empty(1, T, H, value_dim), q_BTHD.new_empty(H, T, dtype=torch.float32).T[None])
@@ -399,7 +399,7 @@ def masked(causal: bool, window: int | None) -> dict[str, Any]:
     return {"causal": causal} if window is None else {"window_size_left": window, "window_size_right": 0}
 
 
-def backward_once(
+def backward_disjoint(
     tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, dq_BTHD: Tensor, *, scale: float,
     softcap: float | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
@@ -461,7 +461,7 @@ def clear(x: Tensor, steps: Sequence[Intervals], fill: float = 0.0) -> None:
         x[:, rows] = fill
 
 
-def written(into: Partial, steps: Sequence[Intervals], start: Partial | None) -> Partial:
+def finish(into: Partial, steps: Sequence[Intervals], start: Partial | None) -> Partial:
     nan_kept(into.lse)
     clear(into.out, steps)
     clear(into.lse, steps, NEVER)
@@ -472,4 +472,4 @@ def written(into: Partial, steps: Sequence[Intervals], start: Partial | None) ->
 
 
 KERNEL = with_thin(over_rectangles(NAME, forward, backward, refuses, rectangles_of))
-KERNEL = replace(KERNEL, once=Once(room, write, written, backward_once, clear))
+KERNEL = replace(KERNEL, disjoint=Disjoint(allocate, write, finish, backward_disjoint, clear))

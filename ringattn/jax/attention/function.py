@@ -32,7 +32,7 @@ from ringattn.kernels.varying import axes_of, vary
 from ringattn.mask import Mask, among_all
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs, register_in_jax
-from ringattn.spmd import SharedRecipe
+from ringattn.steps.spmd import SharedRecipe
 
 OUT, LSE = "ringattn_out", "ringattn_lse"  # the names of the results for policies of jax.checkpoint
 

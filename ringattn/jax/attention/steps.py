@@ -21,7 +21,7 @@ from ringattn.kernels.protocol import JaxKernel
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask
 from ringattn.planning import Plan
-from ringattn.spmd import SharedRecipe
+from ringattn.steps.spmd import SharedRecipe
 
 
 class Score(NamedTuple):

@@ -1,4 +1,4 @@
-"""A bound call of attention: its recipe (`ringattn.recipe`), with what that needs on the device.
+"""A bound call of attention: its recipe (`ringattn.steps.recipe`), with what that needs on the device.
 
 `bind` looks a call up by its plan, spec, documents, shapes and dtypes, never by the numbers in tensors. It checks a
 call of a new kind, compares it between ranks, and caches it. Running it (`function.py`) looks nothing up.
@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringattn import recipe as recipes
 from ringattn.check.arguments import of_arguments, of_arrays, warn_of_exchanged
 from ringattn.cost import Shape
 from ringattn.kernels import BY_NAME
 from ringattn.kernels.intervals import Intervals
 from ringattn.mask import Mask
 from ringattn.planning import Plan
-from ringattn.recipe import Recipe
-from ringattn.schedule import Round
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.rank import Step
+from ringattn.steps.recipe import Pass, Recipe
 from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Score, arch_of, score_with, sight_of
 from ringattn.torch.bind import CAUSAL, key_of, remember
@@ -31,7 +30,7 @@ from ringattn.torch.sharding import real_queries, real_tokens, swapped_of
 class Bound(NamedTuple):
     """A pass of the recipe with its kernel bound."""
 
-    rounds: tuple[Round, ...]
+    steps: tuple[Step, ...]
     kernel: Score
     where: Intervals | None  # those of its only step, if nothing travels and it has work
 
@@ -63,11 +62,11 @@ class Call:
     def backward(self) -> Bound:
         return self.ready(self.recipe.backward)
 
-    def ready(self, pass_: recipes.Pass) -> Bound:
-        spec, step = self.recipe.mask.spec, pass_.only
-        families = any(s.where is not None and s.where.also for round_ in pass_.rounds for s in round_.steps)
+    def ready(self, pass_: Pass) -> Bound:
+        spec, only = self.recipe.mask.spec, pass_.only
+        families = any(step.where is not None and step.where.also for step in pass_.steps)
         kernel = score_with(pass_.kernel, spec.scale_for(self.shape.head_dim), spec.softcap, families)
-        return Bound(pass_.rounds, kernel, step.where if step else None)
+        return Bound(pass_.steps, kernel, only.where if only else None)
 
     def __str__(self) -> str:
         return str(self.recipe)

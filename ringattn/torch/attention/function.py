@@ -230,7 +230,7 @@ def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[tuple[Part
 
     Also the keys and values that arrived, if backward gets them.
     """
-    rounds, kernel, where = call.forward
+    steps, kernel, where = call.forward
     if call.gathers:
         for partial in gather_forward(groups, call.ring, call.plan.keys.tokens, where, kernel):
             yield partial, ()
@@ -240,7 +240,7 @@ def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[tuple[Part
         if where is not None:
             result = kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype), ()
         else:
-            result = ring.forward(q, k, v, call.ring, rounds, kernel, start)
+            result = ring.forward(q, k, v, call.ring, steps, kernel, start)
         yield result[0], result[1] if call.keeps else ()
         del q, k, v, start, result  # frees their memory before the group after the next is allocated
 
@@ -250,7 +250,7 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
 
     Of keys that all groups share the last one has dk and dv, summed, and the others have none.
     """
-    rounds, kernel, where = call.backward
+    steps, kernel, where = call.backward
     if call.gathers:
         yield from gather_backward(groups, call.ring, call.plan.keys.tokens, where, kernel, with_delta)
         return
@@ -262,7 +262,7 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
             into = None, *([total.running for total in sums] or (None, None))
             dq, *grads = kernel.backward((q, k, v), where, rows, into=into, final=not call.shares)
         else:
-            dq, *grads = ring.backward(q, k, v, rows, call.ring, rounds, kernel, call.narrow, came)
+            dq, *grads = ring.backward(q, k, v, rows, call.ring, steps, kernel, call.narrow, came)
         for total, grad in zip(sums, grads, strict=False):
             total.add(grad)
             total.fold()

@@ -15,12 +15,14 @@ from ringattn import kernels
 from ringattn.bands import Runs
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
-from ringattn.kernels.partial import Partial
-from ringattn.kernels.protocol import Once, TorchKernel
+from ringattn.kernels.partial import Partial, empty
+from ringattn.kernels.protocol import Disjoint, TorchKernel
+from ringattn.kernels.rows import EVERY, NONE, OF_KEYS, OF_QUERIES, Rows
+from ringattn.kernels.total import Total
 from ringattn.layout import FEW, Shard, count_below
 from ringattn.mask import Mask
-from ringattn.recipe import Sight
-from ringattn.schedule import Only
+from ringattn.steps.rank import Queries, Step
+from ringattn.steps.recipe import Sight
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from
@@ -34,7 +36,106 @@ class Score(NamedTuple):
     kernel: TorchKernel
     attend: Callable[..., Partial]
     backward: Callable[..., Any]  # (tensors, where, rows, want, into) -> dq, dk, dv
-    once: Once | None  # of a kernel that has it
+    disjoint: Disjoint | None  # of a kernel that has it
+
+    def result(self, q: Tensor, v: Tensor, steps: Sequence[Step], start: Partial | None) -> "Result | DisjointResult":
+        """What the steps of a forward pass add to."""
+        kind = DisjointResult if steps[0].queries else Result
+        return kind(self, q, v.shape[-1], steps, start)
+
+    def gradients(self, q: Tensor, rows: Rows, steps: Sequence[Step]) -> "Gradients | DisjointGradients":
+        """What the steps of a backward pass add to."""
+        return (DisjointGradients if steps[0].queries else Gradients)(self, q, rows, steps)
+
+
+class Result:
+    """The partial of all queries so far, with which each step merges."""
+
+    def __init__(self, score: Score, q: Tensor, value_dim: int, steps: Sequence[Step], start: Partial | None):
+        self.score, self.q, self.value_dim, self.part = score, q, value_dim, start
+        self.left = sum(step.where is not None for step in steps)
+
+    def add(self, step: Step, k: Tensor, v: Tensor) -> None:
+        if step.where is None:
+            return
+        self.left -= 1
+        rounded = self.part is None and self.score.kernel.rounds(step.where)
+        dtype = self.q.dtype if rounded or not self.left else None
+        self.part = self.score.attend(self.q, k, v, step.where, carry=self.part, out_dtype=dtype)
+
+    def whole(self) -> Partial:
+        return self.part or empty(self.q, self.value_dim)
+
+
+class DisjointResult:
+    """The same of steps of which no query has keys in two: each writes the rows of its queries."""
+
+    def __init__(self, score: Score, q: Tensor, value_dim: int, steps: Sequence[Step], start: Partial | None):
+        assert score.disjoint  # the recipe asked
+        self.kernel, self.q, self.start = score.disjoint, q, start
+        self.wheres = [step.where for step in steps if step.where]
+        self.part = self.kernel.allocate(q, value_dim)
+
+    def add(self, step: Step, k: Tensor, v: Tensor) -> None:
+        if step.where:
+            self.kernel.write(self.q, k, v, step.where, self.part)
+
+    def whole(self) -> Partial:
+        return self.kernel.finish(self.part, self.wheres, self.start)
+
+
+class Gradients:
+    """The gradients of queries add up here, step by step; those of keys are returned, each step's first."""
+
+    def __init__(self, score: Score, q: Tensor, rows: Rows, steps: Sequence[Step]):
+        self.score, self.q, self.rows, self.dq = score, q, rows, Total(q)
+        self.grad: Any = None
+
+    def of_keys(self, step: Step, k: Tensor, v: Tensor) -> Sequence[Any]:
+        if step.where is None:
+            return NONE[1:]
+        self.grad, *grads = self.of(step, k, v, OF_KEYS if self.score.kernel.parted else EVERY)
+        return grads
+
+    def of_queries(self, step: Step, k: Tensor, v: Tensor) -> None:
+        if self.score.kernel.parted and step.where is not None:
+            self.grad = self.of(step, k, v, OF_QUERIES)[0]
+        self.dq.add(self.grad, heads=slice(None) if step.heads is None else step.heads[0])
+        self.dq.fold()
+        self.grad = None
+
+    def of(self, step: Step, k: Tensor, v: Tensor, want: tuple[int, ...]) -> Any:
+        tensors, rows = (self.q, k, v), self.rows
+        if step.heads is not None:
+            queries, heads = step.heads
+            tensors, rows = (self.q[:, :, queries], k[:, :, heads], v[:, :, heads]), rows.heads(queries)
+        return self.score.backward(tensors, step.where, rows, want, (self.dq.running, None, None))
+
+    def whole(self) -> Total:
+        return self.dq
+
+
+class DisjointGradients:
+    """The same of steps of which no query has keys in two: each writes the rows of its queries."""
+
+    def __init__(self, score: Score, q: Tensor, rows: Rows, steps: Sequence[Step]):
+        assert score.disjoint  # the recipe asked
+        self.kernel, self.q, self.rows, self.dq = score.disjoint, q, rows, q.new_empty(q.shape)
+        self.wheres = [step.where for step in steps if step.where]
+
+    def of_keys(self, step: Step, k: Tensor, v: Tensor) -> Sequence[Any]:
+        if step.where is None:
+            return NONE[1:]
+        return self.kernel.backward((self.q, k, v), step.where, self.rows, self.dq)
+
+    def of_queries(self, step: Step, k: Tensor, v: Tensor) -> None:
+        """They are written with those of keys."""
+
+    def whole(self) -> Total:
+        self.kernel.clear(self.dq, self.wheres)
+        dq = Total(self.q)
+        dq.add(self.dq)
+        return dq
 
 
 class OnDevice(Sight):
@@ -48,8 +149,8 @@ class OnDevice(Sight):
     def seen(self) -> list[tuple[Any, Any]]:
         return bounds_on(self.mask, self.mask.plan.tokens.shard(self.rank), self.device)
 
-    def among(self, keys: Shard, only: Only | None) -> Intervals:
-        return local(self.of(only), keys, self.device, rectangles=only is None)
+    def among(self, keys: Shard, queries: Queries | None) -> Intervals:
+        return local(self.of(queries), keys, self.device, rectangles=queries is None)
 
 
 sight_of = lru_cache(maxsize=8)(OnDevice)  # all calls with a mask use the same one
@@ -105,10 +206,12 @@ def score_with(entry: kernels.Kernel, scale: float, softcap: float | None, famil
     """The kernel of a call; with `families` its steps may see several families of intervals."""
     kernel: TorchKernel = over_families(entry.load()) if families else entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    once = kernel.once
-    if once:
-        once = once._replace(write=partial(once.write, **given), backward=partial(once.backward, **given))
-    return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given), once)
+    disjoint = kernel.disjoint
+    if disjoint:
+        disjoint = disjoint._replace(
+            write=partial(disjoint.write, **given), backward=partial(disjoint.backward, **given)
+        )
+    return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given), disjoint)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, rectangles: bool) -> kernels.Problem:

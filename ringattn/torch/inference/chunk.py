@@ -13,10 +13,11 @@ from torch import Tensor
 from ringattn.bands import Families, all_bands, bounds_at, families, joined
 from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
 from ringattn.layout import Layout, Shard, sorted_positions
-from ringattn.schedule import Step
-from ringattn.seen import seen
 from ringattn.serving import Stripes
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.rank import Step, steps_of
+from ringattn.steps.reads import seen
+from ringattn.steps.table import build
 
 
 class Holder(NamedTuple):
@@ -192,7 +193,7 @@ def guests_of(blocks: Layout, rank: int, together: int) -> tuple[Step, ...]:
     """The steps at which all ranks' queries come to one rank: first its own, then up to `together` blocks at a time."""
     shards, T = [blocks.shard(r) for r in range(blocks.ring)], blocks.padded_length
     everyone = seen(all_bands(AttentionSpec(causal=False), T), shards, shards)
-    return everyone.rounds(rank, together=together)[0].steps
+    return steps_of(build(everyone, together=together), shards, rank)
 
 
 class Landing(NamedTuple):

@@ -25,7 +25,8 @@ from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.serving import queries_at_once
 from ringattn.spec import AttentionSpec
-from ringattn.torch.attention.ring import room_for, with_next
+from ringattn.torch.attention.ring import with_next
+from ringattn.torch.attention.transfers import exchange_for
 from ringattn.torch.bind import CAUSAL, autocast
 from ringattn.torch.inference.cache import KVCache
 from ringattn.torch.inference.call import Decode, Prefill, Visit, bind_decode, bind_prefill
@@ -167,7 +168,7 @@ class Guests:
         rows = self.q.shape[0] * self.q.shape[1] * self.q.shape[2]
         at_home, *self.run = guests_of(blocks, self.axis.rank, queries_at_once(rows))
         self.run.append(at_home)
-        self.here, trip = room_for(self.run[0], self.q)
+        self.here, trip = exchange_for(self.run[0], (self.q,))
         with self.axis.sharing(*trip, f"queries of step 1 of {len(self.run)}, prefill") as self.coming:
             pass  # the caller's work comes before `attend`, which waits
 
@@ -180,13 +181,13 @@ class Guests:
         self.coming.wait()
         for i, (step, following) in enumerate(with_next(self.run)):
             label = f"step {i + 1} of {len(self.run)}, prefill"
-            room, trip = room_for(following, self.q)
+            room, trip = exchange_for(following, (self.q,))
             with self.axis.sharing(*trip, f"queries after {label}") as coming:
                 partial = call.attend(self.here[0], cache, chunk._replace(queries=step.keys), call.most)
             leaving.wait()
-            if step.shown or step.brought:
-                home = {r: Slices([x[r] for x in partials], rows) for r, rows in step.shown.items()}
-                away = {r: Slices(partial, places.at) for r, places in step.brought.items()}
+            if step.send or step.receive:
+                home = {r: Slices([x[r] for x in partials], rows) for r, rows in step.send.items()}
+                away = {r: Slices(partial, places.at) for r, places in step.receive.items()}
                 leaving = self.axis.move(away, home, what=f"partials of {label}")
             else:
                 for x, mine in zip(partials, partial, strict=True):

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES, FULL, Case
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.machine import load
-from ringattn.mask import Mask, schedule_of
-from ringattn.schedule import Parts, Schedule, growing
-from ringattn.seen import GRAINS, seen
+from ringattn.mask import Mask, reads_of, table_of
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.rank import steps_of
+from ringattn.steps.reads import GRAINS, Reads, seen
+from ringattn.steps.table import build, grouped
 from ringattn.torch.attention.steps import score_with
 from tests.cases import BALANCED, CASES
 
@@ -32,11 +34,11 @@ def tokens_in(ranges):
     return [t for r in ranges for t in r]
 
 
-def schedule_from(ring, cells):
-    """The schedule in which rank i sees the tokens `cells[i * ring + j]` of block j; each a range by itself."""
-    rows = [(cell, t, t + 1) for cell, tokens in enumerate(cells) for t in sorted(tokens)]
-    needed = Parts(*np.array(rows, int).reshape(-1, 3).T)
-    return Schedule(np.array([bool(x) for x in cells]).reshape(ring, ring), LENGTH, needed)
+def reads_from(ring, cells):
+    """Rank i sees the tokens `cells[i * ring + j]` of block j; each is a range by itself."""
+    rows = [(*divmod(cell, ring), t, t + 1) for cell, tokens in enumerate(cells) for t in sorted(tokens)]
+    shards = [(range(r * LENGTH, (r + 1) * LENGTH),) for r in range(ring)]
+    return Reads(ring, LENGTH, *np.array(rows, int).reshape(-1, 4).T, shards)
 
 
 @given(
@@ -47,44 +49,53 @@ def schedule_from(ring, cells):
     ),
     st.integers(1, 8),
 )
-def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, together):
+def test_steps_meet_exactly_what_is_needed_and_gradients_come_home(given, together):
     """Tokens are where they are read, both sides of every transfer know of it, and all gradients reach home."""
     hosts, cells = given
     ring = round(len(cells) ** 0.5)
-    schedule, size = schedule_from(ring, cells), ring // hosts
-    runs = [schedule.rounds(r, hosts, together) for r in range(ring)]
+    reads, size = reads_from(ring, cells), ring // hosts
+    table = build(reads, hosts, together)
+    runs = [[list(of_phase) for _, of_phase in groupby(steps_of(table, reads.shards, r), key=lambda s: id(s.phase))]
+            for r in range(ring)]  # fmt: skip
     met, home = [], []  # (reader, block, token): what is read, and whose gradients have come home
     here = {r: [(r, t) for t in range(LENGTH)] for r in range(ring)}  # the (block, token) that a rank holds, in order
     arrived: dict[int, dict] = {}  # readers whose gradients came with the tokens
     for i, everyone in enumerate(zip(*runs, strict=True)):
         sums = {r: {token: arrived.get(r, {}).get(token, set()) for token in here[r]} for r in range(ring)}
+        phases = [own[0].phase for own in everyone]
         for rank, own in enumerate(everyone):
-            assert here[rank] == [(own.held, t) for t in tokens_in(own.kept)]
-            assert len(own.steps) == len(everyone[rank // size * size].steps)  # the same on all ranks of a host
-            for j, step in enumerate(own.steps):
-                for block in step.sources:  # who holds it now has this rank among its readers at the same step
+            phase = phases[rank]
+            assert here[rank] == [(phase.block, t) for t in tokens_in(phase.held)]
+            assert len(own) == len(everyone[rank // size * size])  # the same on all ranks of a host
+            for j, step in enumerate(own):
+                assert [p for r in step.keys for p in r] == sorted({p for r in step.keys for p in r})
+                for block in step.blocks:  # who holds it now has this rank among its readers at the same step
                     holder = rank // size * size + block % size
-                    theirs = everyone[holder].steps[j].shown if holder != rank else {rank: None}
-                    at = theirs[rank] or [range(len(here[holder]))]
+                    at = everyone[holder][j].send[rank] if j else [range(len(here[holder]))]
+                    assert (holder == rank) == (j == 0)
                     for token in [here[holder][t] for t in tokens_in(at)]:
                         assert token[0] == block
                         if holder != rank or token[1] in cells[rank * ring + block]:
                             met.append((rank, *token))
                             sums[holder][token] = sums[holder][token] | {rank}
-            assert sum(len(step.readers) for step in own.steps) == sum(
-                own.held in step.sources for other in range(ring) if other != rank for step in everyone[other].steps
+                for source, where in step.receive.items():
+                    sent = [phases[source].block * LENGTH + here[source][t][1]
+                            for t in tokens_in(everyone[source][j].send[rank])]  # fmt: skip
+                    assert [[p for r in step.keys for p in r][t] for t in tokens_in(where.at)] == sent
+            assert sum(len(step.send) for step in own) == sum(
+                rank in step.receive for other in everyone for step in other
             )
         here, arrived, before = {r: [] for r in range(ring)}, {}, here
-        for r, own in enumerate(everyone):
+        for r, phase in enumerate(phases):
             if i == 0:
                 home += [(reader, *token) for token, readers in sums[r].items() for reader in readers]
-            for hop, is_home in ((own.hop, False), (own.home, True)):
-                assert (hop is None) == ((everyone[0].home if is_home else everyone[0].hop) is None)
+            for hop, is_home in ((phase.onward, False), (phase.home, True)):
+                assert (hop is None) == ((phases[0].home if is_home else phases[0].onward) is None)
                 if hop is None or not hop.send:
                     continue
                 to = (r + hop.shift) % ring
-                theirs = (everyone[to].home if is_home else everyone[to].hop).into
-                sent = [before[r][t] for t in tokens_in(hop.out)]
+                theirs = (phases[to].home if is_home else phases[to].onward).receive
+                sent = [before[r][t] for t in tokens_in(hop.send)]
                 assert len(sent) == len(tokens_in(theirs))
                 if is_home:
                     assert sent == [(to, t) for t in tokens_in(theirs)]
@@ -92,13 +103,18 @@ def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, toget
                 else:
                     here[to], arrived[to] = sent, {t: sums[r][t] for t in sent} if i else {}
             if i:  # each token's gradients go on, or home
-                sent = [t for hop in (own.hop, own.home) if hop for t in tokens_in(hop.out)]
+                sent = [t for hop in (phase.onward, phase.home) if hop for t in tokens_in(hop.send)]
                 assert sorted(sent) == list(range(len(before[r])))
-        for r, own in enumerate(everyone):  # nobody waits for what is not sent
-            for hop, name in ((own.hop, "hop"), (own.home, "home")):
-                assert not hop or hop.recv == getattr(everyone[(r - hop.shift) % ring], name).send
+        for r, phase in enumerate(phases):  # nobody waits for what is not sent
+            for hop, name in ((phase.onward, "onward"), (phase.home, "home")):
+                assert not hop or bool(hop.receive) == bool(getattr(phases[(r - hop.shift) % ring], name).send)
     expected = sorted((i, j, t) for i, j in np.ndindex(ring, ring) for t in cells[i * ring + j])
     assert sorted(met) == sorted(home) == expected
+
+
+def reads_ranges(reads, reader, block):
+    some = (reads.reader == reader) & (reads.block == block)
+    return [range(a, b) for a, b in zip(reads.begin[some].tolist(), reads.end[some].tolist(), strict=True)]
 
 
 masks = st.tuples(
@@ -137,21 +153,21 @@ def test_what_travels_is_what_is_seen(name, ring, spec, lengths, times):
     """Of every block every rank reads all that it sees, and nothing that is a grain or more from it."""
     docs = Docs.from_lengths([times * n for n in lengths], pad_to=times * sum(lengths) + 3)
     plan = ra.Plan(docs.length, ring, layout=name, docs=docs if name == "balanced" else None)
-    schedule, layout = schedule_of.__wrapped__(Mask(plan, spec, docs)), plan.tokens
+    reads, layout = reads_of.__wrapped__(Mask(plan, spec, docs)), plan.tokens
     begin, end = bounds(spec, np.arange(layout.padded_length), docs.length, docs=docs)
     for a, b in np.ndindex(ring, ring):
         q, k = layout.positions(a), layout.positions(b)
         dense = (begin[0][q, None] <= k) & (k < end[0][q, None])
         expected = dense.any(0)
-        assert schedule.needed[a, b] == expected.any()
-        if schedule.needed[a, b] and name != "striped":
+        assert reads.needed[a, b] == expected.any()
+        if reads.needed[a, b] and name != "striped":
             read = np.zeros(layout.shard_len, bool)
-            for r in schedule.ranges(a, b):
+            for r in reads_ranges(reads, a, b):
                 read[r] = True
             grain = max(1, layout.shard_len // GRAINS)
             near = np.convolve(expected, np.ones(2 * grain - 1), "same") > 0
             assert (read >= expected).all() and (read <= near).all()
-            ranges = schedule.ranges(a, b)
+            ranges = reads_ranges(reads, a, b)
             assert sum(map(len, ranges)) == read.sum() and len(ranges) <= GRAINS + len(layout.shard(b)) + 1
 
 
@@ -172,7 +188,7 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
         return (
             forward,
             axis.sent - forward,
-            schedule_of(mask).tokens_sent(axis.rank, plan.hosts),
+            tuple(int(each[axis.rank]) for each in table_of(mask, plan.hosts).sent),
         )
 
     return run(one_rank, ring=case.ring)
@@ -267,20 +283,20 @@ def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_a
         q, k, v = (torch.ones(1, 16, h, 8, requires_grad=True) for h in (8, 2, 2))
         ra.attention(q, k, v, plan).sum().backward()
         (call,) = plan.calls.values()
-        return [len(way.rounds[0].steps) for way in (call.forward, call.backward)]
+        return [len(way.steps) for way in (call.forward, call.backward)]
 
     assert run(one_rank, ring=4) == [[2, backward]] * 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_schedule_of_every_case_follows_from_its_bounds(layout):
+def test_the_reads_of_every_case_follows_from_its_bounds(layout):
     """Found from documents alone: rows that differ, other documents of keys, windows less than the ring."""
     windows = [replace(c, name=f"{c.name} {w}", spec=c.spec.replace(window=w))
                for c in FEATURES if c.spec.causal and c.slices is None for w in (1, 2, 3, 6)]  # fmt: skip
     for case in (*FEATURES, *windows):
         plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
         mask = Mask(plan, case.spec, case.mask or case.docs, case.key_docs)
-        results = schedule_of.__wrapped__(mask).needed
+        results = reads_of.__wrapped__(mask).needed
         j = np.arange(plan.keys.tokens.padded_length)
         for a, b in np.ndindex(4, 4):
             sides = [(low[..., None], high[..., None]) for low, high in mask.bounds(plan.tokens.shard(a))]
@@ -291,14 +307,17 @@ def test_the_schedule_of_every_case_follows_from_its_bounds(layout):
 def test_the_last_query_of_a_sequence_is_in_its_schedule():
     """A shard of one token: without its last query the last rank would need no keys."""
     plan = ra.Plan(8, 8, layout="contiguous")
-    result = schedule_of(Mask(plan, AttentionSpec(window=2))).needed
+    result = reads_of(Mask(plan, AttentionSpec(window=2))).needed
     assert (result == (np.eye(8) + np.eye(8, k=-1) > 0)).all()
 
 
 def test_a_step_brings_what_can_hide_behind_the_work_before_it():
-    sizes = np.ones((31, 2), int)  # token of each block for each rank
-    assert [len(step) for step in growing(range(1, 31), sizes, 1, 64)] == [3, 12, 15]
-    assert [len(step) for step in growing(range(1, 31), sizes, 1, 8)] == [3, 8, 8, 8, 3]
-    assert [d for step in growing(range(1, 31), sizes, 1, 8) for d in step] == list(range(1, 31))
-    half = 5 * sizes
-    assert [len(step) for step in growing(range(1, 31), half, 10, 8)] == [6, 16, 8]  # of each block half is read
+    def sizes(length: int, together: int) -> list[int]:
+        """How many blocks each step brings, of each of which one token is read."""
+        within = grouped(np.ones((31, 31), int), 1, length, together)[0, 0]
+        assert within.tolist() == sorted(within)
+        return np.bincount(within)[1:].tolist()
+
+    assert sizes(1, 64) == [3, 12, 15]
+    assert sizes(1, 8) == [3, 8, 8, 8, 3]
+    assert sizes(2, 8) == [6, 16, 8]

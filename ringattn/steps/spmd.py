@@ -10,10 +10,12 @@ from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from ringattn.kernels import Kernel, Problem
 from ringattn.kernels.attention import pallas
-from ringattn.mask import Mask, schedule_of
-from ringattn.recipe import Recipe
+from ringattn.mask import Mask, table_of
+from ringattn.steps.recipe import Recipe
 
 
 class Rotation(NamedTuple):
@@ -69,14 +71,12 @@ def runs(distances: tuple[int, ...], flights: list[Flight]) -> list[tuple[Flight
 @lru_cache(maxsize=64)
 def route_of(mask: Mask) -> Route:
     """The route without distances at which no rank sees anything, and without hops that no rank needs."""
-    schedule, everyone = schedule_of(mask), range(mask.plan.ring)
-    steps = [schedule.rounds(r, schedule.ring) for r in everyone]
-    pairs = list(pairwise(schedule.distances))
-    hops = [[(r, steps[r][i].hop) for r in everyone] for i in range(len(pairs))]
-    sends = [{r for r, hop in at if hop is not None and hop.send} for at in hops]
-    shifts = [b - a for a, b in pairs]
-    joined = {s: set().union(*(sends[i] for i in range(len(pairs)) if shifts[i] == s)) for s in shifts}
-    return Route(tuple(schedule.distances), tuple(Rotation(s, tuple(sorted(joined[s]))) for s in shifts), schedule.ring)
+    ring = mask.plan.ring
+    table = table_of(mask, hosts=ring)
+    distances = table.distances.tolist()
+    shifts, shift_of = [b - a for a, b in pairwise(distances)], np.diff(table.distances)[table.hops.needed_at - 1]
+    senders = {shift: tuple(np.unique(table.hops.source[shift_of == shift]).tolist()) for shift in shifts}
+    return Route(tuple(distances), tuple(Rotation(shift, senders[shift]) for shift in shifts), ring)
 
 
 @dataclass(frozen=True)

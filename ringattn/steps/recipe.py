@@ -7,6 +7,7 @@ out, step by step. `spmd.py` has that of JAX, where all ranks run one program.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -18,10 +19,10 @@ from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.rates import FEW, mask_of
 from ringattn.kernels.sequences import sequences_of
 from ringattn.layout import Shard, to_local
-from ringattn.mask import Mask, schedule_of
+from ringattn.mask import Mask, reads_of, table_of
 from ringattn.planning import Plan
-from ringattn.schedule import Only, Round, Schedule, Step, joined, places
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.steps.rank import Phase, Queries, Step, joined, places, steps_of
 
 LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
 BESIDE = 32768  # queries of a rank: backward steps of more run in turn, since a second stream's memory is its own
@@ -32,21 +33,21 @@ class Sight:
 
     def __init__(self, mask: Mask, rank: int):
         self.mask, self.rank = mask, rank
-        self.made: dict[tuple[Shard, Only | None], Any] = {}
+        self.made: dict[tuple[Shard, Queries | None], Any] = {}
         self.seeing: dict[Shard, np.ndarray] = {}
 
-    def at(self, keys: Shard, only: Only | None = None) -> Any:
+    def at(self, keys: Shard, queries: Queries | None = None) -> Any:
         """The intervals of these queries among these keys, made once; None if they see none."""
-        if (keys, only) not in self.made:
-            where = self.among(keys, only)
-            self.made[keys, only] = where if only is None or np.less(*where.host).any() else None
-        return self.made[keys, only]
+        if (keys, queries) not in self.made:
+            where = self.among(keys, queries)
+            self.made[keys, queries] = where if queries is None or np.less(*where.host).any() else None
+        return self.made[keys, queries]
 
-    def of(self, only: Only | None) -> Any:
+    def of(self, queries: Queries | None) -> Any:
         """`seen`, with empty intervals for all queries but these."""
-        if only is None:
+        if queries is None:
             return self.seen
-        see = self.see(only.keys) == only.see
+        see = self.see(queries.keys) == queries.see
         return [(begin, np.where(see, end, begin)) for begin, end in self.seen]
 
     def see(self, keys: Shard) -> np.ndarray:
@@ -65,9 +66,9 @@ class Sight:
         """Of each family, the keys [begin, end) that each query sees."""
         return self.mask.bounds(self.mask.plan.tokens.shard(self.rank))
 
-    def among(self, keys: Shard, only: Only | None) -> Any:
+    def among(self, keys: Shard, queries: Queries | None) -> Any:
         made = []
-        for sides in some([to_local(keys, *sides) for sides in self.of(only)]):
+        for sides in some([to_local(keys, *sides) for sides in self.of(queries)]):
             begin, end = (side.astype(np.int32) for side in sides)
             made.append(Intervals(begin, end, rectangles_of(begin, end) if len(begin) == 1 else None, (begin, end)))
         return stack(made)
@@ -76,15 +77,13 @@ class Sight:
 class Pass(NamedTuple):
     """The forward or the backward pass of one rank, and the kernel that serves all of its steps."""
 
-    rounds: tuple[Round, ...]
+    steps: tuple[Step, ...]
     kernel: Kernel
 
     @property
     def only(self) -> Step | None:
         """The only step, if there is only one and nothing travels."""
-        (first, *others), (step, *more) = self.rounds, self.rounds[0].steps
-        travels = others or more or first.hop or first.home or step.readers or step.company
-        return None if travels else step
+        return self.steps[0] if len(self.steps) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -135,21 +134,22 @@ class Recipe:
 
     @cached_property
     def forward(self) -> Pass:
-        rounds = self.rounds(1)
-        kernel = self.kernel(rounds)
-        return Pass(self.once(rounds, kernel, work=1, sent=1, visits=4), kernel)
+        steps = self.steps(1)
+        kernel = self.kernel(steps)
+        return Pass(self.disjoint(steps, kernel, work=1, sent=1, visits=4), kernel)
 
     @cached_property
     def backward(self) -> Pass:
         """If float32 gradients travel, a step brings fewer blocks."""
-        rounds = self.rounds(self.room)
-        kernel = self.kernel(rounds, backward=True)
+        steps = self.steps(self.room)
+        kernel = self.kernel(steps, backward=True)
         parted = self.gathers or kernel.load().parted
         if self.keeps:
-            rounds = self.forward.rounds
+            steps = self.forward.steps
         elif not parted and self.plan.tokens.shard_len <= BESIDE:
-            rounds = self.once(rounds, kernel, work=2.5, sent=2 if self.narrow else 3, visits=8)
-        return Pass(tuple(replace(r, steps=self.in_backward(r.steps, parted)) for r in rounds), kernel)
+            steps = self.disjoint(steps, kernel, work=2.5, sent=2 if self.narrow else 3, visits=8)
+        phases = (list(of_phase) for _, of_phase in groupby(steps, key=lambda step: id(step.phase)))
+        return Pass(tuple(step for of_phase in phases for step in self.in_backward(of_phase, parted)), kernel)
 
     @cached_property
     def keeps(self) -> bool:
@@ -160,33 +160,35 @@ class Recipe:
         """
         if not (self.keep and self.gradients and self.mostly_own):
             return False
-        if not are_kept(self.plan.tokens.shard_len, schedule_of(self.mask).arriving):
+        if not are_kept(self.plan.tokens.shard_len, reads_of(self.mask).arriving):
             return False
-        rounds = self.rounds(self.room)
-        kernels = self.forward.kernel.load(), self.kernel(rounds, backward=True).load()
-        if not all(kernel.once and not kernel.parted for kernel in kernels):
+        steps = self.steps(self.room)
+        kernels = self.forward.kernel.load(), self.kernel(steps, backward=True).load()
+        if not all(kernel.disjoint and not kernel.parted for kernel in kernels):
             return False
-        return all(len(each) == 1 and len(each[0].steps) == 2 for each in (self.forward.rounds, rounds))
+        return all(len(each) == 2 and each[0].phase is each[1].phase for each in (self.forward.steps, steps))
 
     @property
     def room(self) -> int:
         """How many times the memory of its keys and values a block takes in backward, with its gradients."""
         return 1 if self.narrow else 4
 
-    def rounds(self, times: int) -> tuple[Round, ...]:
-        """The rounds of a pass in which a block takes so many times the memory of its keys and values."""
+    def steps(self, times: int) -> tuple[Step, ...]:
+        """The steps of a pass in which a block takes so many times the memory of its keys and values."""
         plan, layout = self.plan, self.plan.keys.tokens
         sight = self.sight or Sight(self.mask, self.rank)
         if self.gathers:
-            everything = (range(layout.padded_length),)
-            return Schedule(np.ones((1, 1), bool), layout.padded_length, shards=[everything]).rounds(0, sight=sight)
+            everything = range(layout.padded_length)
+            phase = Phase(0, (everything,), None, None)
+            return (Step(phase, tuple(range(plan.ring)), ((self.rank, (everything,)),), sight=sight),)
         together = plan.blocks_at_once(times * self.shape.kv_bytes(layout.shard_len, self.heads[1]))
-        return schedule_of(self.mask).rounds(self.rank, plan.hosts, together, sight)
+        table = table_of(self.mask, plan.hosts, together)
+        return steps_of(table, reads_of(self.mask).shards, self.rank, sight)
 
-    def once(
-        self, rounds: tuple[Round, ...], kernel: Kernel, work: float, sent: float, visits: float
-    ) -> tuple[Round, ...]:
-        """The same, or a round of two steps in which no query has keys in both, if the kernel prefers that.
+    def disjoint(
+        self, steps: tuple[Step, ...], kernel: Kernel, work: float, sent: float, visits: float
+    ) -> tuple[Step, ...]:
+        """The same, or two steps of which no query has keys in both, if the kernel prefers that.
 
         Queries that see keys which arrive get their own keys beside these, and the first step leaves them out. Then no
         partials merge, and a piece of a document sees its keys in one range. But what is left for the first step may
@@ -194,18 +196,19 @@ class Recipe:
         queries again takes as long as to read their partials `visits` times, as measured.
         """
         sight = self.sight or Sight(self.mask, self.rank)
-        if not (self.in_two_steps(rounds) and kernel.load().once and sight.is_plain):
-            return rounds
-        home, other = rounds[0].steps
-        see, (begin, end) = sight.see(other.keys)[0], sight.seen[0]
+        if not (self.in_two_steps(steps) and kernel.load().disjoint and sight.is_plain):
+            return steps
+        local, remote = steps
+        see, (begin, end) = sight.see(remote.keys)[0], sight.seen[0]
         if not see.any():
-            return rounds
-        own = covered(*to_local(home.keys, begin[0, see], end[0, see]), home.keys)
-        first, last = replace(home, only=Only(other.keys, False)), replace(other, only=Only(other.keys, True), own=own)
+            return steps
+        own = covered(*to_local(local.keys, begin[0, see], end[0, see]), local.keys)
+        first = replace(local, queries=Queries(remote.keys, False))
+        last = remote.beside(own, self.rank, local.keys)
         if not (are_sequences(first.where) and are_sequences(last.where)):
-            return rounds
-        waiting = sent * self.seconds_of_keys(other) - work * self.seconds_of_work(first)
-        return (replace(rounds[0], steps=(first, last)),) if waiting <= visits * self.seconds_of_partials else rounds
+            return steps
+        waiting = sent * self.seconds_of_keys(remote) - work * self.seconds_of_work(first)
+        return (first, last) if waiting <= visits * self.seconds_of_partials else steps
 
     @property
     def mostly_own(self) -> bool:
@@ -213,11 +216,11 @@ class Recipe:
         shard = self.plan.tokens.shard_len
         return not self.gathers and see_mostly_own(self.mask.spec, self.mask.docs, self.shape.batch, shard)
 
-    def in_two_steps(self, rounds: Sequence[Round]) -> bool:
+    def in_two_steps(self, steps: Sequence[Step]) -> bool:
         """Whether queries see own keys in a first step, and all others in a second."""
-        home, *others = rounds[0].steps
-        two = self.mostly_own and len(rounds) == len(others) == 1 and bool(home.sources and others[0].sources)
-        return two and all(r.step == 1 for r in home.keys)
+        if not (self.mostly_own and len(steps) == 2 and steps[0].phase is steps[1].phase):
+            return False
+        return all(step.blocks for step in steps) and all(r.step == 1 for r in steps[0].keys)
 
     def seconds_of_keys(self, step: Step) -> float:
         """How long the keys travel that a step brings."""
@@ -237,11 +240,11 @@ class Recipe:
         return 4 * (self.rows or 0) * self.shape.value_dim / self.plan.machine.bandwidth
 
     def in_backward(self, steps: Sequence[Step], parted: bool) -> tuple[Step, ...]:
-        """A round's steps in their order; the halves of home have half of the heads each."""
+        """A phase's steps in their order; the halves of home have half of the heads each."""
         home, *others = steps
-        if home.only:  # it runs beside the other step, or after it
+        if home.queries:  # the other step runs beside it, or before it
             in_turn = self.keeps and self.plan.tokens.shard_len > BESIDE
-            return (*others, home) if in_turn else tuple(steps)
+            return (replace(others[0], side=False), home) if in_turn else tuple(steps)
         heads, kv_heads = self.heads
         half = kv_heads // 2
         halves = self.plan.tokens.shard_len >= LONG and bool(half and home.where) and not self.keeps
@@ -252,14 +255,14 @@ class Recipe:
             order[-1] = replace(home, heads=(slice(middle, None), slice(half, None)))
         return tuple(order)
 
-    def kernel(self, rounds: Sequence[Round], backward: bool = False) -> Kernel:
+    def kernel(self, steps: Sequence[Step], backward: bool = False) -> Kernel:
         """The kernel for all steps. Some need steps that are few rectangles.
 
         On GPUs "auto" does not rely on that with documents: other kernels are faster there.
         """
         packed = self.mask.docs is not None or self.mask.key_docs is not None
         slower = packed and self.plan.kernel == "auto" and self.device == "cuda"
-        return self.selected(not slower and are_rectangles(rounds), backward)
+        return self.selected(not slower and are_rectangles(steps), backward)
 
     def selected(self, rectangles: bool, backward: bool = False) -> Kernel:
         """The kernel for steps that all are few `rectangles`, or are not."""
@@ -308,7 +311,7 @@ class Recipe:
     def few_rectangles(self) -> bool:
         """Whether every step of both passes is few rectangles."""
         passes = (1, self.room) if self.gradients else (1,)
-        return all(are_rectangles(self.rounds(times)) for times in passes)
+        return all(are_rectangles(self.steps(times)) for times in passes)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -338,15 +341,10 @@ class Recipe:
         for name, pass_, what in passes:
             travels = f"; {what}" * (pass_.only is None or self.gathers)
             yield f"{name}: kernel {pass_.kernel.name}{travels}"
-            for i, held in enumerate(pass_.rounds, start=1):
-                if len(pass_.rounds) > 1:
-                    hop = (
-                        f", sends {amount(held.hop.out)} {held.hop.shift} ranks on"
-                        if held.hop and held.hop.send
-                        else ""
-                    )
-                    yield f"  round {i}: holds {amount(held.kept)} of block {held.held}{hop}"
-                yield from (f"    step {j}: {line_of(step)}" for j, step in enumerate(held.steps, start=1))
+            for i, step in enumerate(pass_.steps, start=1):
+                yield f"  step {i}: {line_of(step)}"
+                if (i == len(pass_.steps) or pass_.steps[i].phase is not step.phase) and step.phase.onward:
+                    yield f"  then: {amount(step.phase.onward.send)} go {step.phase.onward.shift} ranks on"
 
 
 def see_mostly_own(spec: AttentionSpec, docs: Docs | None, batch: int, shard: int) -> bool:
@@ -388,9 +386,9 @@ def covered(begin: np.ndarray, end: np.ndarray, shard: Shard) -> tuple[range, ..
     return tuple(r for r in shared if r)
 
 
-def are_rectangles(rounds: Sequence[Round]) -> bool:
+def are_rectangles(steps: Sequence[Step]) -> bool:
     """Whether every step is few rectangles."""
-    return all(s.where.are_rectangles for round_ in rounds for s in round_.steps if s.where is not None)
+    return all(step.where.are_rectangles for step in steps if step.where is not None)
 
 
 def kind_of(
@@ -417,14 +415,14 @@ def amount(ranges: Sequence[range]) -> str:
 
 def line_of(step: Step) -> str:
     """What is here in a step, and what others read meanwhile."""
-    texts = [f"keys {in_words(step.keys)}" if step.sources else "no work"]
+    texts = [f"keys {in_words(step.keys)}" if step.blocks else "no work"]
     if step.heads:
         texts[0] = f"query heads {step.heads[0].start or 0} to {step.heads[0].stop or 'the last'}, " + texts[0]
-    if step.only:
-        texts[0] += f", of queries that see {'some' if step.only.see else 'none'} of those that arrive"
-    if step.brought:
-        texts.append(f"from {', '.join(f'rank {rank}' for rank in step.brought)}")
-    texts += [f"rank {reader} reads {in_words(ranges)} of block {step.held}" for reader, ranges in step.shown.items()]
+    if step.queries:
+        texts[0] += f", of queries that see {'some' if step.queries.see else 'none'} of those that arrive"
+    if step.receive:
+        texts.append(f"from {', '.join(f'rank {rank}' for rank in step.receive)}")
+    texts += [f"rank {to} reads {in_words(ranges)} of block {step.phase.block}" for to, ranges in step.send.items()]
     return "; ".join(texts)
 
 

@@ -1,21 +1,63 @@
-"""Which keys of whose block the queries of each rank see: a `Schedule`, counted from bands and ranges alone.
+"""What each rank of a ring reads of each block, counted from bands and ranges alone.
+
+Block b holds the tokens of ring rank b. What is read of it are ranges of its local indices, one row each.
 
 Plain numpy: print it, test it, no device needed.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringattn.bands import Bands
 from ringattn.layout import Shard
-from ringattn.schedule import Parts, Schedule
 
 GRAINS = 64  # of a block: ranges that are read begin and end at multiples of a grain, so they are few and round
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """Each reader sees some of [begin, end) of a block: rows in the order of reader, block and begin.
+
+    A row's tokens include all that the reader sees there, and up to a grain more at each end.
+    """
+
+    ring: int
+    length: int  # tokens of a block
+    reader: np.ndarray
+    block: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    shards: Sequence[Shard] = ()  # the positions of every block
+    made: dict[Any, Any] = field(default_factory=dict, repr=False)  # the tables of this
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """[reader, block]: how many tokens each rank reads of each block."""
+        cell, ring = self.reader * self.ring + self.block, self.ring
+        return np.bincount(cell, self.end - self.begin, ring**2).astype(np.int64).reshape(ring, ring)
+
+    @cached_property
+    def needed(self) -> np.ndarray:
+        """[reader, block]: whether a rank reads any of a block."""
+        return self.tokens > 0
+
+    @cached_property
+    def arriving(self) -> int:
+        """The most tokens that a rank reads of other ranks' blocks."""
+        return int((self.tokens.sum(1) - self.tokens.diagonal()).max())
+
+
+def whole_blocks(needed: np.ndarray, length: int, shards: Sequence[Shard] = ()) -> Reads:
+    """`needed[reader, block]`: all of a block is read, or nothing."""
+    reader, block = np.nonzero(needed)
+    return Reads(len(needed), length, reader, block, 0 * reader, 0 * reader + length, shards)
+
+
+class AllRanges(NamedTuple):
     """The ranges of all shards in the order of their first tokens, and where each begins in its shard."""
 
     starts: np.ndarray
@@ -24,15 +66,15 @@ class Table(NamedTuple):
     owners: np.ndarray
     offsets: np.ndarray
 
-    def of(self, owners: np.ndarray) -> "Table":
+    def of(self, owners: np.ndarray) -> "AllRanges":
         """The ranges of some of the shards, which are numbered anew."""
         number = np.full(self.owners.max() + 1, -1)
         number[owners] = np.arange(len(owners))
         own = number[self.owners]
-        return Table(*(x[own >= 0] for x in (self.starts, self.stops, self.steps, own, self.offsets)))
+        return AllRanges(*(x[own >= 0] for x in (self.starts, self.stops, self.steps, own, self.offsets)))
 
 
-def table_of(shards: Sequence[Shard]) -> Table:
+def all_ranges(shards: Sequence[Shard]) -> AllRanges:
     counts = [*map(len, shards)]
     bounds = np.array([(r.start, r.stop, r.step) for shard in shards for r in shard])
     lengths = np.array([len(r) for shard in shards for r in shard])
@@ -40,33 +82,35 @@ def table_of(shards: Sequence[Shard]) -> Table:
     owners = np.repeat(np.arange(len(shards)), counts)
     table = (*bounds.T, owners, before - before[first[owners]])
     order = np.lexsort(bounds.T[1::-1])
-    return Table(*(x[order] for x in table))
+    return AllRanges(*(x[order] for x in table))
 
 
 Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [begin, end) that it sees
 
 
-def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard]) -> Schedule:
-    """The schedule in which keys travel to the queries that see them.
+def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard]) -> Reads:
+    """What is read where keys travel to the queries that see them.
 
     What is read of a block is cut where ranges of its shard end: other blocks may lie between them.
     """
-    asking, shown = table_of(queries), table_of(keys)
+    asking, shown = all_ranges(queries), all_ranges(keys)
     length = sum(map(len, keys[0]))
     if shown.steps[0] > 1:  # stripes: those that are seen at all are seen nearly whole
         reader, which, *_ = cells(folded(keys_seen(bands, asking), len(keys)), shown)
-        return Schedule(needed(len(keys), reader, shown.owners[which]), length, shards=keys)
+        blocks = np.zeros((len(keys), len(keys)), bool)
+        blocks[reader, shown.owners[which]] = True
+        return whole_blocks(blocks, length, keys)
     reader, which, begin, end = cells(union(*keys_seen(bands, asking)), shown)
-    blocks = needed(len(keys), reader, shown.owners[which])
     shift = (shown.offsets - shown.starts)[which]
     low = shown.offsets[which]
     high = low + (shown.stops - shown.starts)[which]
     cell = reader * len(keys) + shown.owners[which]
-    return Schedule(blocks, length, grained(length, cell, begin + shift, end + shift, low, high), keys)
+    cell, begin, end = grained(length, cell, begin + shift, end + shift, low, high)
+    return Reads(len(keys), length, *np.divmod(cell, len(keys)), begin, end, keys)
 
 
-def grained(length: int, cell: np.ndarray, begin: np.ndarray, end: np.ndarray, low: Any, high: Any) -> Parts:
-    """Parts within [low, high), extended to multiples of a grain, and joined where they then touch."""
+def grained(length: int, cell: np.ndarray, begin: np.ndarray, end: np.ndarray, low: Any, high: Any) -> Seen:
+    """Ranges of cells within [low, high), extended to multiples of a grain, and joined where they then touch."""
     grain = max(1, length // GRAINS)
     grain -= grain % 128 if grain > 128 else 0
     order = np.argsort(cell, kind="stable")
@@ -74,16 +118,10 @@ def grained(length: int, cell: np.ndarray, begin: np.ndarray, end: np.ndarray, l
     cell, begin, end, low = (x[order] for x in (cell, begin, end, low))
     apart = (cell[1:] != cell[:-1]) | (low[1:] != low[:-1]) | (begin[1:] > end[:-1])
     edges = np.append(np.flatnonzero(np.append(True, apart)[: len(cell)]), len(cell))
-    return Parts(cell[edges[:-1]], begin[edges[:-1]], end[edges[1:] - 1])
+    return cell[edges[:-1]], begin[edges[:-1]], end[edges[1:] - 1]
 
 
-def needed(ring: int, reader: np.ndarray, block: np.ndarray) -> np.ndarray:
-    blocks = np.zeros((ring, ring), bool)
-    blocks[reader, block] = True
-    return blocks
-
-
-def keys_seen(bands: Bands, queries: Table) -> Seen:
+def keys_seen(bands: Bands, queries: AllRanges) -> Seen:
     """The keys that runs of queries of one rank see together: each band's queries in each range that it overlaps.
 
     The queries of a stripe are apart, and their intervals need not touch. One query then stands for all: if both sides
@@ -100,7 +138,7 @@ def keys_seen(bands: Bands, queries: Table) -> Seen:
     )
 
 
-def overlaps(table: Table, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:
+def overlaps(table: AllRanges, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:
     """Each of some intervals in every range that it overlaps: (interval, range, its first token there, its last)."""
     low, high = np.searchsorted(table.stops, start, "right"), np.searchsorted(table.starts, stop, "left")
     counts = np.where(start < stop, high - low, 0)
@@ -137,7 +175,7 @@ def folded(intervals: Seen, lap: int) -> Seen:
     return union(both[0], both[1], np.minimum(both[2], lap))
 
 
-def cells(intervals: Seen, held: Table) -> tuple[np.ndarray, ...]:
+def cells(intervals: Seen, held: AllRanges) -> tuple[np.ndarray, ...]:
     """(reader, range, begin, end): each interval that is seen in every range that it overlaps."""
     at, which, first, last = overlaps(held, *intervals[1:])
     return intervals[0][at], which, first, last + 1

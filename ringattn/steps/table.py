@@ -1,0 +1,219 @@
+"""One table of what all ranks of a ring do, step by step. Everything else is a fold of it.
+
+A ring has `ring` ranks on `hosts` hosts, with consecutive ranks and equally many on each. Block b is the keys and
+values of rank b. Two facts describe a pass over the ring:
+
+    when[rank, block]     the step in which a rank computes with a block; -1 if it sees nothing of it
+    reads, hops, homes    one row for each range of tokens that is sent: from which step on it may travel, before which
+                          step it must be there, from which rank, to which, and of which block
+
+Between hosts a block hops: it moves to the rank with the same place on another host, which then holds it. Ranks of one
+host read the blocks that are held there from each other, for one step. The steps while the same blocks are held are a
+phase. On one host there is one phase, and every block is read from its owner; with one rank a host there are only hops.
+In a phase a host may have fewer steps than others: the last ones are empty.
+
+In backward gradients of what was read return to the holder, and add up there. The sums of each token move on with it,
+and go home from its last holder.
+
+Plain numpy: print it, test it, no device needed.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ringattn.steps.reads import Reads
+
+Row = np.ndarray
+Ranges = tuple[range, ...]  # of a block's local indices
+
+
+class Transfers(NamedTuple):
+    """Tokens [begin, end) of a block, which one rank sends to another: columns of equal length."""
+
+    send_at: Row  # the source may send when it begins this step
+    needed_at: Row  # the destination needs it when it begins this step
+    source: Row
+    destination: Row
+    block: Row
+    begin: Row
+    end: Row
+
+    @property
+    def tokens(self) -> Row:
+        return self.end - self.begin
+
+    def some(self, rows: Row) -> "Transfers":
+        return Transfers(*(x[rows] for x in self))
+
+
+def joined(*parts: Transfers) -> Transfers:
+    return Transfers(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The steps of all ranks."""
+
+    ring: int
+    hosts: int
+    length: int  # tokens of a block
+    distances: Row  # [phase]: how many hosts back the blocks come from that are held; first 0
+    first: Row  # [phase]: its first step
+    count: int  # of all steps
+    busy: Row  # [host, phase]: how many steps the host has in it; the others are empty
+    when: Row  # [rank, block]
+    reads: Transfers  # of keys, within a host; used in one step
+    hops: Transfers  # of keys, between hosts; held for a phase
+    homes: Transfers  # of sums of gradients, from the last holder of a token to its owner
+    made: dict[tuple[int, int], dict[int, Ranges]] = field(default_factory=dict, repr=False)  # of `sends`
+
+    @property
+    def size(self) -> int:
+        """The ranks of a host."""
+        return self.ring // self.hosts
+
+    @cached_property
+    def keys(self) -> Transfers:
+        return joined(self.reads, self.hops)
+
+    @cached_property
+    def gradients(self) -> tuple[Transfers, Transfers]:
+        """What travels in backward beside the same keys: gradients of what was read, and sums of what is held.
+
+        The former go back. The latter go on with their tokens when the phase is over, or home from the last holder.
+        """
+        read, on = self.reads, self.hops.some(self.hops.send_at > 0)  # the first hop has no sums yet
+        ends = self.after(read.needed_at)
+        back = read._replace(
+            send_at=read.needed_at + 1, needed_at=ends, source=read.destination, destination=read.source
+        )
+        return back, joined(on._replace(send_at=on.needed_at, needed_at=self.after(on.needed_at)), self.homes)
+
+    @cached_property
+    def sent(self) -> tuple[Row, Row]:
+        """[rank]: the tokens of keys, and of gradients, that each rank sends."""
+        both = self.keys, joined(*self.gradients)
+        keys, grads = (np.bincount(x.source, x.tokens, self.ring).astype(np.int64) for x in both)
+        return keys, grads
+
+    @cached_property
+    def by_source(self) -> tuple[Row, Transfers]:
+        """step * ring + source of each read, and the reads in this order, those to the nearest rank first."""
+        rows = self.reads
+        cell, apart = rows.needed_at * self.ring + rows.source, (rows.destination - rows.source) % self.ring
+        order = np.lexsort((apart, cell))
+        return cell[order], rows.some(order)
+
+    def sends(self, step: int, source: int) -> dict[int, Ranges]:
+        """What a rank sends within its host for a step, by destination: ranges of the block that it holds."""
+        if (step, source) not in self.made:
+            cells, rows = self.by_source
+            low, high = np.searchsorted(cells, (step * self.ring + source, step * self.ring + source + 1))
+            some, made = rows.some(slice(low, high)), dict[int, Ranges]()
+            for rank, a, b in zip(*(x.tolist() for x in (some.destination, some.begin, some.end)), strict=True):
+                made[rank] = (*made.get(rank, ()), range(a, b))
+            self.made[step, source] = made
+        return self.made[step, source]
+
+    def phase(self, step: Row) -> Row:
+        return np.searchsorted(self.first, step, "right") - 1
+
+    def after(self, step: Row) -> Row:
+        """The first step of the next phase; `count` if there is none."""
+        return np.append(self.first, self.count)[self.phase(step) + 1]
+
+    def owner(self, rank: int, phase: int) -> int:
+        """The block that a rank holds."""
+        return int(rank - self.distances[phase] * self.size) % self.ring
+
+
+def build(reads: Reads, hosts: int = 1, together: int = 1) -> Table:
+    """The table for what is read; a step brings no rank more tokens than `together` blocks have."""
+    ring, length, size = reads.ring, reads.length, reads.ring // hosts
+    reader, block, begin, end = reads.reader, reads.block, reads.begin, reads.end
+    within = grouped(reads.tokens, hosts, length, together)
+    away = (reader // size - block // size) % hosts
+    distances = np.flatnonzero(np.bincount(np.append(away, 0)))
+    busy = 1 + within.max(2)[:, distances]
+    first = np.cumsum(busy.max(0)) - busy.max(0)
+    count = int(busy.max(0).sum())
+
+    first_of = np.full(hosts, -1)
+    first_of[distances] = first
+    apart = reader % size - block % size
+    step = first_of[away] + within[reader // size, away, apart + size * (apart < 0)]
+    when = np.full((ring, ring), -1, np.int32)
+    when[reader, block] = step
+
+    source = reader - apart  # the rank of this host that holds the block
+    within_host = Transfers(step - 1, step, source, reader, block, begin, end).some(apart != 0)
+
+    def holder(of: Row, phase: Row) -> Row:
+        return (of + distances[phase] * size) % ring
+
+    of, a, b, hops = travelling(block, begin, end, np.searchsorted(distances, away), length)
+    after = np.append(first[1:], count)  # [phase]: the step behind its last one
+    last = Transfers(after[hops], 0 * of + count, holder(of, hops), of, of, a, b)
+    i, phase = np.repeat(np.arange(len(of)), hops), counted(hops) + 1
+    i, phase = (x[np.lexsort((i, phase))] for x in (i, phase))
+    hop = Transfers(first[phase - 1], first[phase], holder(of[i], phase - 1), holder(of[i], phase), of[i], a[i], b[i])
+    return Table(ring, hosts, length, distances, first, count, busy, when, within_host, touching(hop), touching(last))
+
+
+def grouped(read: Row, hosts: int, length: int, together: int) -> Row:
+    """[host, distance between hosts, distance on the host]: in which step of its phase the latter's blocks are read.
+
+    The held block itself has step 0. Distances share a step while no rank gets more than `together` blocks, or three
+    times as many tokens as were there before, so that computing can hide the transfer.
+    """
+    size = len(read) // hosts
+    host, away, place = np.ogrid[:hosts, :hosts, :size]
+    within = np.zeros((hosts, hosts, size), np.int32)
+    coming = np.zeros((hosts, hosts, size), np.int64)
+    before = coming + length
+    for d in range(1, size):
+        more = read[host * size + place, (host - away) % hosts * size + (place - d) % size]
+        met = more.any(2)
+        full = (coming + more > np.minimum(together * length, 3 * before)).any(2) & coming.any(2)
+        new = met & (full | ~coming.any(2))  # begins a step
+        before = before + coming * (met & full)[..., None]
+        coming = np.where((met & full)[..., None], 0, coming) + more
+        within[..., d] = within.max(2) + new
+    return within
+
+
+def travelling(block: Row, begin: Row, end: Row, phase: Row, length: int) -> tuple[Row, Row, Row, Row]:
+    """(block, begin, end, hops): what goes to other hosts, cut where tokens make a different number of hops.
+
+    Tokens stop travelling when no later host sees them; what is seen is seen in a `phase`, that many hops from home.
+    """
+    far, base = phase > 0, block * (length + 1)
+    ends, phase = np.array([base + begin, base + end])[:, far], phase[far]
+    edges = np.unique(ends)
+    low, high = np.searchsorted(edges, ends)
+    n, hops = high - low, np.zeros(max(0, len(edges) - 1), np.int64)
+    np.maximum.at(hops, np.repeat(low, n) + counted(n), np.repeat(phase, n))
+    some = np.flatnonzero(hops)
+    of, a = np.divmod(edges[some], length + 1)
+    return of, a, edges[some + 1] - edges[some] + a, hops[some]
+
+
+def counted(counts: Row) -> Row:
+    """0, 1, ... counts[i] - 1 for each i, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def touching(rows: Transfers) -> Transfers:
+    """The same, with one row for neighbouring ranges that follow each other and make the same hop."""
+    apart = ~np.logical_and.reduce([x[1:] == x[:-1] for x in rows[:5]] + [rows.begin[1:] == rows.end[:-1]])
+    head, tail = (np.append(*x)[: len(rows.block)] for x in ((True, apart), (apart, True)))
+    return rows.some(head)._replace(end=rows.end[tail])
+
+
+def of_steps(table: Table, rank: Row, step: Row, amount: Row) -> Row:
+    """[rank, step]: the sums of amounts."""
+    sums = np.bincount(rank * table.count + step, amount, table.ring * table.count)
+    return sums.astype(np.int64).reshape(table.ring, table.count)
