@@ -97,7 +97,7 @@ class Step:
         parts, at = placed(parts)
         receive = {source: Places(at[source], places.after) for source, places in self.receive.items()}
         queries = Queries(self.keys, True)
-        return replace(self, parts=parts, receive=receive, own=own, own_at=at[rank], queries=queries, side=True)
+        return replace(self, parts=parts, receive=receive, own=own, own_at=at.get(rank, ()), queries=queries, side=True)
 
 
 def steps_of(table: Table, shards: Sequence[Shard], rank: int, sight: Sight | None = None) -> tuple[Step, ...]:

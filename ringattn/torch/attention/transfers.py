@@ -40,8 +40,10 @@ def receive(axis: Axis, step: Step, held: Sequence[Tensor], kept: Sequence[Tenso
 
 
 def copy_own(axis: Axis, step: Step, held: Sequence[Tensor], remote: Sequence[Tensor]) -> None:
-    """Copy this rank's own keys of a step beside those that arrive."""
+    """Copy this rank's own keys of a step, if any, beside those that arrive."""
     axis.after_sends()
+    if not step.own:
+        return
     to, of = (Slices(x, ranges) for x, ranges in ((remote, step.own_at), (held, step.own)))
     torch._foreach_copy_([*to], [*of])
 
