@@ -38,7 +38,7 @@ LAYOUTS = (
     "test_layout.py::test_every_position_is_on_exactly_one_rank_and_shards_are_sorted_and_equal",
     "test_layout.py::test_count_below_is_searchsorted",
 )
-NEEDED = ("test_schedule.py::test_needed_blocks_and_seen_pairs_are_those_of_the_dense_mask",)
+NEEDED = ("test_steps.py::test_needed_blocks_and_seen_pairs_are_those_of_the_dense_mask",)
 ROUNDS = ("test_steps.py::test_steps_meet_exactly_what_is_needed_and_gradients_come_home",)
 REFERENCE = ("test_reference.py::test_forward_and_backward_are_the_definition",)
 PARTIAL = (

@@ -183,7 +183,7 @@ def documents() -> Figure:
     for ax, (title, layout) in zip(axes[:, 0], kinds.items(), strict=True):
         shards = [layout.shard(rank) for rank in range(size)]
         pairs = seen_pairs(layout, layout, spec, docs).sum(1)
-        read = seen(all_bands(spec, T, T, docs), shards, shards).read
+        read = seen(all_bands(spec, T, T, docs), shards, shards).tokens
         received = (read.sum(1) - read.diagonal()) / layout.shard_len
         blank(ax, T, size)
         ax.set_title(title, loc="left")

@@ -125,8 +125,9 @@ def reading(
         source = rank // size * size + block % size
         sent = table.sends(number, source)
         parts += [(source, part_of(shards[block], slice(r.start, r.stop))) for r in sent[rank]]
-        others = takewhile(lambda each, sent=sent: each != sent[rank], dict.fromkeys(sent.values()))
-        after[source] = tuple(sum(map(len, each)) for each in others)
+        after[source] = tuple(
+            sum(map(len, each)) for each in takewhile(sent[rank].__ne__, dict.fromkeys(sent.values()))
+        )
     in_order, at = placed(parts)
     receive = {source: Places(at[source], before) for source, before in after.items()}
     send = {reader: within(phase.held, ranges) for reader, ranges in table.sends(number, rank).items()}
@@ -141,7 +142,8 @@ def phases(table: Table, rank: int) -> Iterator[Phase]:
     held: Ranges = (range(table.length),)
     apart = (table.distances * table.size).tolist()
     for p, (distance, following) in enumerate(pairwise([*apart, None])):
-        block, onward, home, arriving = (rank - distance) % ring, None, None, ()
+        block, onward, home = (rank - distance) % ring, None, None
+        arriving: Ranges = ()
         if following is not None:
             first = table.first[p + 1]
             arriving = ranges_of(received.some(received.needed_at == first))

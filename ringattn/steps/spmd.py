@@ -110,21 +110,21 @@ class SharedRecipe(Recipe):
         travels = self.gathers or bool(route.hops)
         yield from self.head("each rank r of the ring, in one program")
         yield f"forward: kernel {kernel.name}{f'; keys and values travel in {self.dtype}' * travels}"
-        yield from ["  step 1: all keys, which come at once"] if self.gathers else self.steps(route.forward)
+        yield from ["  step 1: all keys, which come at once"] if self.gathers else self.step_lines(route.forward)
         if not self.gradients:
             return
         yield f"backward: kernel {kernel.name}{f'; the same, and sums of their gradients in {self.wide}' * travels}"
         if self.gathers:
             yield "  step 1: all keys, which come at once; then their gradients are added up and scattered home"
         elif not travels:
-            yield from self.steps(route.forward)
+            yield from self.step_lines(route.forward)
         else:
             halves = kernel.load().halves is not None
             yield f"  first: {'dq of keys of rank r' if halves else 'no work'}{self.beside(keys=route.hops[0])}"
-            yield from self.steps(route.backward)
+            yield from self.step_lines(route.backward)
             yield f"  last: {'dk and dv of ' * halves}keys of rank r{self.beside(gradients=route.home)}"
 
-    def steps(self, course: Sequence[tuple[Flight, list[int]]]) -> Iterator[str]:
+    def step_lines(self, course: Sequence[tuple[Flight, list[int]]]) -> Iterator[str]:
         """The steps, those of a loop in one line."""
         first = 1
         for flight, distances in course:

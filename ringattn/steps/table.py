@@ -45,7 +45,7 @@ class Transfers(NamedTuple):
     def tokens(self) -> Row:
         return self.end - self.begin
 
-    def some(self, rows: Row) -> "Transfers":
+    def some(self, rows: Row | slice) -> "Transfers":
         return Transfers(*(x[rows] for x in self))
 
 

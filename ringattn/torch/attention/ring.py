@@ -10,15 +10,16 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, Done
+from ringattn.comms.axis import Axis, Done, Pending
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import Rows
 from ringattn.kernels.total import Total
 from ringattn.steps.rank import Step
+from ringattn.steps.table import Ranges
 from ringattn.torch.attention.steps import Score
 from ringattn.torch.attention.transfers import Side, Sums, copy_own, exchange_for, on, receive, send_on
 
-NOTHING = Done()
+NOTHING: Pending = Done()
 
 
 def forward(
@@ -29,7 +30,7 @@ def forward(
     Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work.
     """
     held: Sequence[Tensor] = (k, v)
-    current, phase, onward, side = held, None, NOTHING, None
+    current, onward, phase, side = held, NOTHING, None, None
     result = score.result(q, v, steps, start)
     for i, (step, following) in enumerate(with_next(steps), start=2):
         if step.phase is not phase:
@@ -62,8 +63,8 @@ def backward(
     keys travel while the rest is computed.
     """
     held: Sequence[Tensor] = (k, v)
-    phase, side, landing = None, None, ()
-    passed_on, gone_home = NOTHING, NOTHING
+    phase, side, passed_on, gone_home = None, None, NOTHING, NOTHING
+    landing: Ranges = ()  # of what has gone home
     own = sums = Sums(axis, narrow, score.kernel.fills, *held)
     gradients = score.gradients(q, rows, steps)
     for i, (step, following) in enumerate(with_next(steps), start=1):
@@ -96,14 +97,14 @@ def backward(
                 whole = sums.tensors()
                 passed_on = send_on(axis, whole, phase.onward, f"sums after {label}, backward")
                 own.add_at(landing, gone_home.wait() or ())
-                landing = phase.home.receive
+                landing = phase.home.receive if phase.home else ()
                 gone_home = send_on(axis, whole, phase.home, f"sums home after {label}, backward")
             if phase.onward:
                 held = onward.wait() or held
                 sums = Sums(axis, narrow, score.kernel.fills, *held)
         current, side = remote, beside
     own.add_at(landing, gone_home.wait() or ())
-    return gradients.whole(), *own.totals
+    return gradients.whole(), own.totals[0], own.totals[1]
 
 
 def with_next(steps: Sequence[Step]) -> Iterable[tuple[Step, Step | None]]:

@@ -39,10 +39,10 @@ def receive(axis: Axis, step: Step, held: Sequence[Tensor], kept: Sequence[Tenso
     return remote
 
 
-def copy_own(axis: Axis, step: Step, held: Sequence[Tensor], remote: Sequence[Tensor]) -> None:
+def copy_own(axis: Axis, step: Step | None, held: Sequence[Tensor], remote: Sequence[Tensor]) -> None:
     """Copy this rank's own keys of a step, if any, beside those that arrive."""
     axis.after_sends()
-    if not step.own:
+    if step is None or not step.own:
         return
     to, of = (Slices(x, ranges) for x, ranges in ((remote, step.own_at), (held, step.own)))
     torch._foreach_copy_([*to], [*of])
@@ -68,7 +68,7 @@ class Sums:
     def __init__(self, axis: Axis, narrow: bool, fills: bool, *held: Tensor):
         self.axis, self.fills, self.held = axis, fills, held
         self.dtypes = [x.dtype if narrow else accumulator(x) for x in held]
-        self.totals = tuple(Total(x) for x in held)
+        self.totals = [Total(x) for x in held]
         self.coming: Sequence[tuple[Ranges, Sequence[Tensor]]] = ()  # what each reader sends: of which rows, and those
         self.flight: Pending = Done()
 
@@ -86,11 +86,11 @@ class Sums:
             room = [x.new_empty(x.shape[0], n, *x.shape[2:], dtype=dtype) for x, dtype in self.pairs]
             self.coming.append((rows, room))
             into[reader] = Slices(room, at)
-        out = {source: self.parcel(grads, places.at) for source, places in step.receive.items()}
+        out = {source: self.parcel(grads, there.at) for source, there in step.receive.items()}
         self.flight = self.axis.move(out, into, what, self.fills)
         for total, grad, dtype in zip(self.totals, grads, self.dtypes, strict=True):
-            for at, r in zip(step.own_at, step.own, strict=True):
-                x = grad.rows_at(at, dtype) if isinstance(grad, Total) else grad[:, at.start : at.stop]
+            for here, r in zip(step.own_at, step.own, strict=True):
+                x = grad.rows_at(here, dtype) if isinstance(grad, Total) else grad[:, here.start : here.stop]
                 total.add(x, rows=slice(r.start, r.stop))
 
     @property
