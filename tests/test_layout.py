@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.layout import LAYOUTS, Layout, count_below
+from ringattn.layout import LAYOUTS, MAKERS, Layout, block, count_below
 
 layouts = st.builds(Layout, st.sampled_from(LAYOUTS), st.integers(1, 200), st.integers(1, 8), st.integers(1, 4))
 
@@ -66,6 +66,11 @@ def test_gradients_of_unshard_add_up_over_ranks(layout):
         return leaf.grad
 
     torch.testing.assert_close(sum(run(one_rank, ring=4)), w.sum(0))
+
+
+def test_shards_of_three_apart_tokens_are_not_two_segments(monkeypatch):
+    monkeypatch.setitem(MAKERS, "thirds", lambda x, n, r: tuple(block(x.pieces[0], 3 * n, i * n + r) for i in range(3)))
+    assert Layout("thirds", 12, 4).segments == 0
 
 
 def test_an_unknown_layout_is_refused():

@@ -251,6 +251,11 @@ def test_one_family_reaches_the_kernel_as_it_is_and_two_are_two_calls():
     assert all(not where.also for where in calls)
 
 
+def test_a_row_of_fewer_spans_ends_in_empty_ones_behind_its_tokens():
+    spans = Docs.from_lengths([[8, 0], [5, 3]], spans=[[(0, 2), (5, 7)], [(1, 3)]]).spans
+    assert spans.tolist() == [[[0, 2], [5, 7]], [[1, 3], [8, 8]]]
+
+
 def test_positions_in_a_tree_are_depths_along_the_branch():
     docs = Docs.tree([4, 2, 3, 2], [-1, 0, 0, 2], pad_to=12)
     expected = [0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 11]

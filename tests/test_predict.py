@@ -129,6 +129,11 @@ def test_bytes_that_a_rank_receives_are_counted_exactly():
         heads = (64 + 8) * 2 * (1 - 1 / row["ulysses"]) + 8 * 2 * (row["ring"] - 1)
         assert row["forward"]["within_bytes"] == 2**17 / 8 * heads * 128 * 2, row
         assert row["forward"]["between_bytes"] == 0
+    for row in json.loads(planned(8, 2**17, machine="h100", gpus=4).explain(json=True))["candidates"]:
+        if row["strategy"] != "ring":  # of two hosts: of gather each rank brings its part of the other's blocks
+            shared = min(4 // row["ulysses"], row["ring"]) if row["ring"] > 1 else 1
+            heads = 8 * 2 * (row["ring"] - 1) / shared + (64 + 8) * 2 * (row["ulysses"] == 8) / 2
+            assert row["forward"]["between_bytes"] == 2**17 / 8 * heads * 128 * 2, row
 
 
 def test_slow_links_choose_what_sends_less_over_them():

@@ -104,6 +104,14 @@ def test_gradients_return_by_the_link_of_the_rank_that_computed_them():
     assert both.seconds - forward.seconds > 1.8 * sent  # keys again, then gradients
 
 
+def test_gather_waits_for_the_blocks_of_all_others():
+    asked = given(load("h200").replace(inside=Link(1e8, 0.0)), 4, 2**14, "gather", sizes=[(4, 1)])
+    option = compared(asked)[0]
+    run = played(asked, option, backward=False)
+    link = option.plan.machine.inside.transfer(3 * 2**14 / 4 * 8 * 128 * 2 * 2, 4)
+    assert run.seconds == pytest.approx(link, rel=0.02)
+
+
 def test_exchanges_wait_for_what_links_carry():
     """A ring of two, each over two hosts: the first sends keys, and its heads then go by the same link."""
     asked = given(

@@ -270,6 +270,30 @@ def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
             torch.testing.assert_close(result, leaf.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", ["tiled", "sdpa_cpu"])
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4)])
+def test_only_the_last_partial_is_rounded_or_one_that_its_kernel_rounds(kernel, sinks, monkeypatch):
+    asked = {}
+
+    def watched(*args):
+        score = score_with(*args)
+
+        def attend(*given, carry, out_dtype):
+            asked.setdefault(threading.get_ident(), []).append(out_dtype)
+            return score.attend(*given, carry=carry, out_dtype=out_dtype)
+
+        return score._replace(attend=attend)
+
+    def one_rank(mesh):
+        plan = ra.plan(mesh, seq_len=64, kernel=kernel, strategy="ring")
+        ra.attention(*(torch.ones(1, 16, 4, 16, dtype=torch.bfloat16) for _ in range(3)), plan, sinks=sinks)
+        return asked[threading.get_ident()]
+
+    monkeypatch.setattr("ringattn.torch.attention.call.score_with", watched)
+    first = torch.bfloat16 if kernel == "sdpa_cpu" and sinks is None else None
+    assert run(one_rank, ring=4) == [[first, None, None, torch.bfloat16]] * 4
+
+
 @pytest.mark.parametrize(("grads", "backward"), [("float32", 4), ("input", 2)])
 def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_are_wide(grads, backward):
     """A vendor's kernel pays for each call; gradients in float32 need the room."""

@@ -73,6 +73,15 @@ def test_every_step_of_a_causal_ring_is_a_few_rectangles(layout: str, length: in
             assert (covered(outputs, where.shard_len, where.shard_len) == seen(*local, where.shard_len)[0]).all()
 
 
+def test_runs_are_as_few_as_they_can_be() -> None:
+    """Each ends where the next one begins: full ones, a causal half beside the keys that all see."""
+    end = np.array([[3, 3, 3, 4, 5, 6, 6, 6, 9, 9]])
+    runs = [((0, 3), (0, 3), False), ((3, 6), (0, 3), False), ((3, 6), (3, 6), True), ((6, 8), (0, 6), False),
+            ((8, 10), (0, 9), False)]  # fmt: skip
+    expected = tuple(Rectangle(slice(*queries), slice(*keys), mask) for queries, keys, mask in runs)
+    assert rectangles_of(0 * end, end) == expected
+
+
 def test_what_is_not_a_few_rectangles_has_none() -> None:
     t = np.arange(300)[None]
     assert rectangles_of(np.maximum(t - 4, 0), t + 1) is None, "a window"
