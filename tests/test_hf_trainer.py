@@ -305,6 +305,44 @@ def test_predictions_are_those_of_one_rank_with_and_without_labels(tmp_path: Pat
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_class_that_takes_means_gets_the_mean_of_each_data_ranks_batch(tmp_path: Path) -> None:
+    """Trainer divides by the steps that it accumulates then: Qwen2.5-VL, Gemma 3 and others (accepts_loss_kwargs)."""
+    import transformers
+
+    import ringattn as ra
+    from ringattn.comms import mesh as meshes
+    from ringattn.comms.local import run
+    from ringattn.models import hf
+
+    class LongTrainer(hf.OverRanks, transformers.Trainer):
+        pass
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, num_hidden_layers=1, **shape))
+    model.accepts_loss_kwargs = False  # as some classes have it
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
+    tokens = torch.randint(0, 16, (2, 3, 10))
+    labels = tokens.clone()
+    labels[0, :, 2:] = -100
+    batches = [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
+
+    def one_rank(mesh):
+        mine = hf.prepare(copy.deepcopy(model), mesh, over=("data",))
+        trainer = LongTrainer(model=mine, args=args)
+        batch = batches[meshes.axis(mesh, "data").rank]
+        assert not trainer.model_accepts_loss_kwargs
+        loss = trainer.compute_loss(mine, batch, num_items_in_batch=trainer._get_num_items_in_batch([batch], "cpu"))
+        loss.backward()
+        return loss.detach(), mine.lm_head.weight.grad
+
+    expected = sum(model(**batch).loss for batch in batches) / 2
+    expected.backward()
+    losses, gradients = zip(*run(one_rank, data=2, ring=2), strict=True)
+    torch.testing.assert_close(torch.stack(losses), expected.detach().expand(4))
+    torch.testing.assert_close(sum(gradients), model.lm_head.weight.grad)
+
+
 def test_predict_and_evaluate_without_labels(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, per_device_eval_batch_size=2)
     tokens = torch.randint(0, 16, (5, 10))

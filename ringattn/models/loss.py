@@ -85,15 +85,17 @@ def counted_of(like_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | No
 def mean_over_ranks(losses_BT: Tensor, counted: Tensor, plan: Plan, over: Sequence[Any], items: Any = None) -> Tensor:
     """The mean over the tokens of all ranks that count; its gradient is this rank's share.
 
-    With `items`, the sum over these tokens divided by it: a part of the mean over several batches.
+    With `items`, the sum over these tokens divided by it: a part of the mean over several batches. It may differ
+    between the ranks of `over`.
     """
     mine = torch.where(counted, losses_BT, 0.0).sum(dtype=accumulator(losses_BT))
+    if items is not None:
+        mine = mine / torch.as_tensor(items, dtype=mine.dtype, device=mine.device).clamp(min=1)
     total = torch.stack([mine.detach().double(), counted.sum().double()])[None]
     for axis in (plan.ulysses_axis, plan.ring_axis, *over):
         total = axis.all_gather(total).wait().sum(0, keepdim=True)
     everyone, count = total[0].unbind()
-    count = count if items is None else torch.as_tensor(items, dtype=count.dtype, device=count.device)
-    count = count.clamp(min=1)
+    count = count.clamp(min=1) if items is None else torch.ones_like(count)
     return Everyones.apply(mine / count.to(mine.dtype), (everyone / count).to(mine.dtype))
 
 
