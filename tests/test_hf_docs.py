@@ -55,7 +55,12 @@ def each_branch_alone(model, tokens, labels, trees):
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [*(("Llama", case) for case in TREES), ("Mistral", "trees"), ("Llama4", "trees")]
+    ("name", "case"),
+    [
+        *(("Llama", case) for case in TREES),
+        ("Mistral", "trees"),
+        *(("Llama4", case) for case in ("trees", "documents")),
+    ],
 )
 def test_a_tree_is_its_branches(name, case):
     """Shared tokens are there once. Windows, chunks and Llama 4's temperatures count along the branch."""

@@ -309,7 +309,6 @@ def test_a_class_that_takes_means_gets_the_mean_of_each_data_ranks_batch(tmp_pat
     """Trainer divides by the steps that it accumulates then: Qwen2.5-VL, Gemma 3 and others (accepts_loss_kwargs)."""
     import transformers
 
-    import ringattn as ra
     from ringattn.comms import mesh as meshes
     from ringattn.comms.local import run
     from ringattn.models import hf

@@ -114,7 +114,7 @@ class OverRanks(hf_trl.Answers):
                 return super().compute_loss(model, inputs, **given)  # type: ignore[misc]
         items = num_items_in_batch
         if items is not None and not self.model_accepts_loss_kwargs:  # each batch's and data rank's own mean counts
-            items = self.counted([inputs], over=()) * self.data_place[0]
+            items = count_of([inputs], over=()) * self.data_place[0]
         output = model(**inputs, num_items_in_batch=items)
         if output.get("loss") is None:
             raise ValueError(f"there are no labels among {', '.join(inputs)}, so there is no loss to train with")
@@ -134,19 +134,7 @@ class OverRanks(hf_trl.Answers):
         if not all(hasattr(batch, "get") for batch in batch_samples):
             return None  # prompts, of which TRL makes batches later
         each_its_own = self.by_trl and not self.args.average_tokens_across_devices  # TRL scales its loss only then
-        return self.counted(batch_samples, () if each_its_own else self.spread.over, device)
-
-    def counted(self, batches: Any, over: Any, device: Any = None) -> Any:
-        """How many labels count, of these batches and of the ranks of these axes; None if there are none."""
-        names = "labels", "shift_labels", "attention_mask", "docs"
-        targets = [targets_of(*(batch.get(name) for name in names)) for batch in batches]
-        counts = [(x != IGNORED).sum() for every in targets for x in every]
-        if not all(targets) or not counts:
-            return None
-        count = torch.stack(counts).sum(0, keepdim=True).to(device=device)
-        for axis in over:
-            count = axis.all_gather(count).wait().sum(0, keepdim=True)
-        return count[0]
+        return count_of(batch_samples, () if each_its_own else self.spread.over, device)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -261,6 +249,19 @@ class OverRanks(hf_trl.Answers):
         if hasattr(ordered, "set_epoch"):  # Trainer tells the loader, or where a restart skips batches what makes them
             loader.set_epoch = loader.batch_sampler.set_epoch = ordered.set_epoch
         return loader
+
+
+def count_of(batches: Any, over: Any, device: Any = None) -> Any:
+    """How many labels count, of these batches and of the ranks of these axes; None if there are none."""
+    names = "labels", "shift_labels", "attention_mask", "docs"
+    targets = [targets_of(*(batch.get(name) for name in names)) for batch in batches]
+    counts = [(x != IGNORED).sum() for every in targets for x in every]
+    if not all(targets) or not counts:
+        return None
+    count = torch.stack(counts).sum(0, keepdim=True).to(device=device)
+    for axis in over:
+        count = axis.all_gather(count).wait().sum(0, keepdim=True)
+    return count[0]
 
 
 class Counted:
