@@ -157,8 +157,9 @@ def with_cache(
     logits = output.logits if chunk is None or takes_kept(self) else output.logits[:, kept_here]
     logits = logits[:, -n_kept:] if chunk is None else chunk.join(logits)
     cache.grow(n, padding is not None)
+    kind: Any = type(output)
     cache.turned = hf_vision.turned(self, B) if media else cache.turned
-    return type(output)(**{**output, "logits": logits, result_name(type(output)): cache})
+    return kind(**{**output, "logits": logits, result_name(kind): cache})
 
 
 def cache_among(given: dict[str, Any]) -> str | None:
