@@ -58,7 +58,7 @@ def test_equals_the_recurrence(ring, ulysses, layout, scan):
 NEW = {
     "halves": lambda n, r: (r, n + r),
     "backwards": lambda n, r: (n - 1 - r,),
-    "there": lambda n, r: (2 * r, 2 * r + 1),
+    "in_turn": lambda n, r: (2 * r, 2 * r + 1),
 }
 
 
