@@ -41,7 +41,7 @@ def main(name: str = "", text: str = OWN, seq_len: str = "512", steps: str = "10
         sys.exit(f"{text} is no file: trainer_hf.py MODEL TEXT SEQ_LEN STEPS OUT")
     args = TrainingArguments(
         out, max_steps=int(steps), per_device_train_batch_size=1, gradient_accumulation_steps=2, logging_steps=1,
-        learning_rate=1e-5 if name else 3e-3, bf16=torch.cuda.is_available(), use_cpu=not torch.cuda.is_available(),
+        learning_rate=1e-5 if name else 3e-3, bf16=True, use_cpu=not torch.cuda.is_available(),
         eval_strategy="steps", eval_steps=int(steps), save_strategy="no", report_to="none", disable_tqdm=True,
         ddp_find_unused_parameters=False,
     )  # fmt: skip
