@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 import ringattn as ra
-from ringattn.bands import bounds
-from ringattn.cost import seen_pairs
 from ringattn.launch.commands.plot import RANKS as COLORS
 from ringattn.launch.commands.plot import STYLE, save
-from ringattn.layout import LAYOUTS, Layout
+from ringattn.layouts.layout import LAYOUTS, Layout
+from ringattn.masks.bands import bounds
+from ringattn.plans.cost import seen_pairs
 
 TOKENS, RANKS = 48, 4
 SPEC = ra.AttentionSpec(causal=True, window=None)

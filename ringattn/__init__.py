@@ -15,39 +15,39 @@ if TYPE_CHECKING:
     from ringattn.api import linear_attention as linear_attention
     from ringattn.api import merge as merge
     from ringattn.api import prefill as prefill
-    from ringattn.balancing import balance as balance
     from ringattn.choosing import plan as plan
     from ringattn.jax.aot import aot_report as aot_report
     from ringattn.kernels.partial import Partial as Partial
+    from ringattn.layouts.balancing import balance as balance
+    from ringattn.masks.slices import Mask as Mask
+    from ringattn.masks.spec import AttentionSpec as AttentionSpec
+    from ringattn.masks.spec import Docs as Docs
     from ringattn.models import hf as hf
     from ringattn.models import nn as nn
     from ringattn.models.batch import Batch as Batch
     from ringattn.models.batch import local_batch as local_batch
     from ringattn.models.loss import cross_entropy as cross_entropy
     from ringattn.models.loss import token_mean as token_mean
-    from ringattn.planning import Plan as Plan
+    from ringattn.plans.plan import Plan as Plan
+    from ringattn.plans.transport import Transport as Transport
     from ringattn.serving import KVCache as KVCache
-    from ringattn.slices import Mask as Mask
-    from ringattn.spec import AttentionSpec as AttentionSpec
-    from ringattn.spec import Docs as Docs
     from ringattn.torch.attention.one_device import attend as attend
-    from ringattn.transport import Transport as Transport
 
 __version__ = "0.1.0"
 
 PUBLIC = {
-    "AttentionSpec": "ringattn.spec",
+    "AttentionSpec": "ringattn.masks.spec",
     "Batch": "ringattn.models.batch",
-    "Docs": "ringattn.spec",
+    "Docs": "ringattn.masks.spec",
     "KVCache": "ringattn.serving",
-    "Mask": "ringattn.slices",
+    "Mask": "ringattn.masks.slices",
     "Partial": "ringattn.kernels.partial",
-    "Plan": "ringattn.planning",
-    "Transport": "ringattn.transport",
+    "Plan": "ringattn.plans.plan",
+    "Transport": "ringattn.plans.transport",
     "aot_report": "ringattn.jax.aot",
     "attend": "ringattn.torch.attention.one_device",
     "attention": "ringattn.api",
-    "balance": "ringattn.balancing",
+    "balance": "ringattn.layouts.balancing",
     "cross_entropy": "ringattn.models.loss",
     "decode": "ringattn.api",
     "hf": "ringattn.models.hf",

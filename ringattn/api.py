@@ -10,10 +10,10 @@ from ringattn.check.attention import of_aligned, of_mask, of_partials
 from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged
-from ringattn.planning import Plan
+from ringattn.masks.slices import Mask
+from ringattn.masks.spec import AttentionSpec, Docs, raise_if
+from ringattn.plans.plan import Plan
 from ringattn.serving import KVCache
-from ringattn.slices import Mask
-from ringattn.spec import AttentionSpec, Docs, raise_if
 
 A = TypeVar("A")  # a torch tensor or a JAX array
 

@@ -7,19 +7,19 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringattn.candidates import Asked, candidates, compared, dtype_of_gradients, factored, hosts_of_ring, settled
 from ringattn.check.arguments import of_arguments, of_unknown
 from ringattn.check.attention import of_mask
 from ringattn.comms.axis import roles
-from ringattn.explain import Option, data_of, fits, groups_report, kernel_report, route_report, sentence, table
 from ringattn.kernels.rates import RATES
-from ringattn.machine import Machine, chip_here, load, of_device
-from ringattn.planning import Plan, Report
-from ringattn.ranks import Ranks, one_rank
-from ringattn.sizes import dtype_name
-from ringattn.slices import Mask
-from ringattn.spec import AttentionSpec, Docs, raise_if
-from ringattn.transport import Transport
+from ringattn.masks.slices import Mask
+from ringattn.masks.spec import AttentionSpec, Docs, raise_if
+from ringattn.plans.candidates import Asked, candidates, compared, dtype_of_gradients, factored, hosts_of_ring, settled
+from ringattn.plans.explain import Option, data_of, fits, groups_report, kernel_report, route_report, sentence, table
+from ringattn.plans.machine import Machine, chip_here, load, of_device
+from ringattn.plans.plan import Plan, Report
+from ringattn.plans.ranks import Ranks, one_rank
+from ringattn.plans.sizes import dtype_name
+from ringattn.plans.transport import Transport
 
 
 def plan(

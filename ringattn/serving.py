@@ -8,9 +8,9 @@ import numpy as np
 
 from ringattn.check.arguments import of_arguments
 from ringattn.check.cache import of_memory
-from ringattn.machine import Link, Machine
-from ringattn.sizes import dtype_name
-from ringattn.spec import raise_if, whole
+from ringattn.masks.spec import raise_if, whole
+from ringattn.plans.machine import Link, Machine
+from ringattn.plans.sizes import dtype_name
 
 BLOCK = 64  # positions that lie together on one rank
 FEWEST_KEYS = 1024  # a hop of fewer keys than this is mostly latency

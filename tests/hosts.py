@@ -34,7 +34,7 @@ from ringattn.launch.rows import Row, read
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES
 from ringattn.launch.words import option
-from ringattn.machine import Machine
+from ringattn.plans.machine import Machine
 
 ROOT = Path(__file__).parent.parent
 BRIDGE, PREFIX = "ringattn-switch", "ringattn-host"

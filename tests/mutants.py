@@ -59,13 +59,13 @@ JAX = tuple(f"test_jax.py::test_equals_dense_float64[all_at_once-ring4x1-{layout
 
 MUTANTS = (
     # who sees whom
-    Mutant("window_one_more", "ringattn/bands.py", "low = (own - min(left, most))",
+    Mutant("window_one_more", "ringattn/masks/bands.py", "low = (own - min(left, most))",
            "low = (own - 1 - min(left, most))", BOUNDS),
-    Mutant("stripe_rounds_down", "ringattn/layout.py", "(position - r.start + r.step - 1) // r.step",
+    Mutant("stripe_rounds_down", "ringattn/layouts/layout.py", "(position - r.start + r.step - 1) // r.step",
            "(position - r.start) // r.step", LAYOUTS),
-    Mutant("zigzag_unequal_halves", "ringattn/layout.py", "lcm(BLOCKS.get(self.name, 1), self.ulysses)",
+    Mutant("zigzag_unequal_halves", "ringattn/layouts/layout.py", "lcm(BLOCKS.get(self.name, 1), self.ulysses)",
            "self.ulysses", LAYOUTS),
-    Mutant("zigzag_second_half", "ringattn/layout.py", "(rank, 2 * ranks - 1 - rank)",
+    Mutant("zigzag_second_half", "ringattn/layouts/layout.py", "(rank, 2 * ranks - 1 - rank)",
            "(rank, 2 * ranks - 2 - rank)", LAYOUTS),
     Mutant("swapped_back", "ringattn/torch/attention/ulysses.py", "index_select(1, order[1])",
            "index_select(1, order[0])", ("test_for_docs.py",)),
@@ -145,15 +145,16 @@ MUTANTS = (
     Mutant("gradients_of_tokens_not_back", "ringattn/torch/exchange.py", "leaving.index_select(0, self.unsort)",
            "leaving.index_select(0, self.sort)", ("test_roll.py",)),
     # what a plan costs
-    Mutant("gather_costs_nothing", "ringattn/cost.py", '(ring - 1) * block * (strategy == "gather")',
+    Mutant("gather_costs_nothing", "ringattn/plans/cost.py", '(ring - 1) * block * (strategy == "gather")',
            '0 * block * (strategy == "gather")', BYTES),
-    Mutant("rising_pairs", "ringattn/cost.py", "later = count * (count - 1) // 2", "later = 0 * count", WORK + NEEDED),
+    Mutant("rising_pairs", "ringattn/plans/cost.py", "later = count * (count - 1) // 2", "later = 0 * count",
+           WORK + NEEDED),
     # JAX
-    Mutant("jax_causal", "ringattn/bands.py", "(own + 1 + ahead).clip(begin, end)",
+    Mutant("jax_causal", "ringattn/masks/bands.py", "(own + 1 + ahead).clip(begin, end)",
            "(own + ahead).clip(begin, end)", JAX),
     Mutant("jax_source", "ringattn/jax/attention/steps.py", "(self.rank - distance) % self.keys.ring",
            "(self.rank + distance) % self.keys.ring", JAX),
-    Mutant("jax_gradients_home", "ringattn/steps/spmd.py",
+    Mutant("jax_gradients_home", "ringattn/plans/spmd.py",
            "Rotation(-self.distances[-1],", "Rotation(self.distances[-1],", JAX),
 )  # fmt: skip
 

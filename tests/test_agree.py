@@ -6,7 +6,7 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
 from ringattn.launch.processes import run as run_processes
-from ringattn.machine import load
+from ringattn.plans.machine import load
 from ringattn.torch import agree, bind, check
 from ringattn.torch.linear import call as linear
 

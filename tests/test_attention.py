@@ -16,13 +16,13 @@ from ringattn.comms.local import run as run_ranks
 from ringattn.kernels.attention import tiled
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES, Case
-from ringattn.mask import Mask, table_of
-from ringattn.spec import AttentionSpec
-from ringattn.steps import recipe
+from ringattn.masks.spec import AttentionSpec
+from ringattn.plans import recipe
+from ringattn.plans.mask import Mask, table_of
+from ringattn.plans.transport import Transport
 from ringattn.torch import agree
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.ulysses import summed
-from ringattn.transport import Transport
 from tests.cases import BALANCED, CASES, PLACES, large_scores
 
 LIMIT = 2e-6

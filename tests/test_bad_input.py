@@ -7,7 +7,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.steps.recipe import Recipe
+from ringattn.plans.recipe import Recipe
 
 FULL = ra.AttentionSpec(causal=False)
 HALVES = ra.Docs.from_lengths([32, 32])
@@ -328,7 +328,7 @@ def test_a_mesh_without_ranks_says_how_they_are_started(monkeypatch):
 
 
 def test_a_plan_without_a_mesh_cannot_run_on_many_ranks():
-    from ringattn.planning import Plan
+    from ringattn.plans.plan import Plan
 
     with pytest.raises(ValueError, match=r"no mesh to run on; make it with ringattn.plan\(mesh"):
         ra.attention(*tensors(), Plan(64, ring=4))

@@ -13,15 +13,15 @@ from test_attention import LIMIT, check
 from test_roll import expected
 
 import ringattn as ra
-import ringattn.layout as layout_module
-from ringattn.bands import Work, families, joined
+import ringattn.layouts.layout as layout_module
 from ringattn.comms.local import run
-from ringattn.dealing import deal
 from ringattn.launch import words
 from ringattn.launch.verify.cases import FULL, Case
-from ringattn.layout import Layout
-from ringattn.ranks import Ranks
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.layouts.dealing import deal
+from ringattn.layouts.layout import Layout
+from ringattn.masks.bands import Work, families, joined
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.ranks import Ranks
 from ringattn.torch.handles import of_text
 
 

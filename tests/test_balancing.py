@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn.balancing import pairs
 from ringattn.comms import mesh as meshes
 from ringattn.comms.local import run
+from ringattn.layouts.balancing import pairs
 
 
 def drawn(seed, count, tokens):

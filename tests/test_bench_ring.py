@@ -13,7 +13,7 @@ from ringattn.launch import words
 from ringattn.launch.bench import compare, masks, over_ranks, plans, ring, scaling, timeline
 from ringattn.launch.bench.timeline import Span
 from ringattn.launch.rows import read
-from ringattn.machine import load
+from ringattn.plans.machine import load
 
 SPANS = [
     Span("forward_kernel", "attention", 0.0, 10.0),

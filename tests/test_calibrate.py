@@ -3,13 +3,13 @@
 import os
 
 import ringattn as ra
-from ringattn import machine
 from ringattn.choosing import elsewhere
 from ringattn.comms import process_group
 from ringattn.launch import words
 from ringattn.launch.bench import timing
 from ringattn.launch.commands import calibrate
 from ringattn.launch.processes import run
+from ringattn.plans import machine
 
 
 def test_a_calibrated_file_describes_this_machine_and_plans_take_it(tmp_path, capsys, monkeypatch):

@@ -12,7 +12,7 @@ from ringattn.compat import ring_flash_attn as compat
 from ringattn.launch import processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
-from ringattn.spec import AttentionSpec
+from ringattn.masks.spec import AttentionSpec
 from tests.training import one_process
 
 T, LENGTHS = 48, [16, 24, 8]  # multiples of twice the ranks

@@ -12,7 +12,7 @@ from ringattn.compat import yunchang as compat
 from ringattn.launch import processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
-from ringattn.spec import AttentionSpec
+from ringattn.masks.spec import AttentionSpec
 
 T = 48
 

@@ -33,7 +33,7 @@ from ringattn.kernels.rows import row_delta
 from ringattn.kernels.sequences import sequences_of
 from ringattn.launch.commands import tune
 from ringattn.launch.verify.cases import Case
-from ringattn.steps import recipe
+from ringattn.plans import recipe
 from ringattn.torch.attention import call
 from ringattn.torch.attention.steps import score_with
 from tests.cases import CASES

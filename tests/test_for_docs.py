@@ -13,17 +13,17 @@ from test_attention import LIMIT, check
 from test_roll import expected
 
 import ringattn as ra
-from ringattn.bands import bounds
 from ringattn.comms.local import run
-from ringattn.cost import Shape
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FULL, Case
-from ringattn.layout import Layout, count_below, positions_of
-from ringattn.mask import Mask, reads_of
-from ringattn.planning import Plan
-from ringattn.ranks import Ranks
-from ringattn.spec import AttentionSpec, Docs
-from ringattn.steps.recipe import Recipe
+from ringattn.layouts.layout import Layout, count_below, positions_of
+from ringattn.masks.bands import bounds
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import Shape
+from ringattn.plans.mask import Mask, reads_of
+from ringattn.plans.plan import Plan
+from ringattn.plans.ranks import Ranks
+from ringattn.plans.recipe import Recipe
 from ringattn.torch.attention.compiled import attention_op
 from ringattn.torch.handles import of_text
 

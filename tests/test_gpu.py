@@ -22,7 +22,7 @@ from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.models.nn import StreamingAttention
-from ringattn.steps import recipe
+from ringattn.plans import recipe
 from tests.cases import CASES as SMALL
 
 pytestmark = pytest.mark.gpu

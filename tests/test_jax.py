@@ -16,7 +16,6 @@ jnp = jax.numpy
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
-from ringattn.bands import bounds  # noqa: E402
 from ringattn.jax.attention.steps import Sight, recipe_of, score_of, table_of  # noqa: E402
 from ringattn.kernels import select  # noqa: E402
 from ringattn.kernels.attention import reference  # noqa: E402
@@ -25,8 +24,9 @@ from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
 from ringattn.kernels.partial import empty  # noqa: E402
 from ringattn.launch.verify import oracle  # noqa: E402
 from ringattn.launch.verify.cases import FEATURES, Case  # noqa: E402
-from ringattn.mask import Mask  # noqa: E402
-from ringattn.ranks import Ranks  # noqa: E402
+from ringattn.masks.bands import bounds  # noqa: E402
+from ringattn.plans.mask import Mask  # noqa: E402
+from ringattn.plans.ranks import Ranks  # noqa: E402
 from tests.cases import CASES  # noqa: E402
 
 LIMIT = 5e-6

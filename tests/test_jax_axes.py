@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax  # noqa: E402
-from ringattn import machine  # noqa: E402
 from ringattn.comms.tpu_slice import ring_order  # noqa: E402
+from ringattn.plans import machine  # noqa: E402
 from tests.test_jax_programs import close, expect  # noqa: E402
 
 NAMES = ("data", "fsdp", "context", "tensor_seq", "tensor", "expert")

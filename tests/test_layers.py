@@ -1,53 +1,15 @@
 """Who may import whom: plain Python below, kernels and comms apart, frameworks above, launch on top."""
 
 import ast
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# each may import those before it
-PLAIN = [
-    "values",
-    "numeric",
-    "packing",
-    "machine",
-    "spec",
-    "crossing",
-    "bands",
-    "slices",
-    "dealing",
-    "balancing",
-    "layout",
-    "steps.reads",
-    "steps.table",
-    "steps.rank",
-    "cost",
-    "comms.axis",
-    "ranks",
-    "sizes",
-    "transport",
-    "planning",
-    "mask",
-    "steps.recipe",
-    "footprint",
-    "predict",
-    "sharing",
-    "simulation",
-    "steps.spmd",
-    "segments",
-    "check.arguments",
-    "check.attention",
-    "check.linear",
-    "check.cache",
-    "serving",
-]
-LAZY = {"spec": ("ringattn.segment_ids",)}  # imported by the function that needs it
+ROOMS = ("masks", "layouts", "steps", "plans", "check")  # plain Python; each may import those before it
 
 
 def imports(path: Path) -> set[str]:
@@ -83,19 +45,19 @@ def test_comms_import_nothing_of_the_project_but_comms():
 
 def test_kernels_import_only_kernels_and_spec():
     for path in python_files("kernels"):
-        wrong = [n for n in ours(path) if not within(n, "ringattn.kernels", "ringattn.spec") and n != "ringattn"]
+        wrong = [n for n in ours(path) if not within(n, "ringattn.kernels", "ringattn.masks") and n != "ringattn"]
         assert not wrong, f"{path} imports {wrong}"
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_the_plain_modules_import_only_those_below_them_and_no_framework(name):
-    path = ROOT / "ringattn" / f"{name.replace('.', '/')}.py"
-    below = [f"ringattn.{n}" for n in PLAIN[: PLAIN.index(name)]] + ["ringattn.kernels"] * (
-        name in ("steps.recipe", "steps.spmd")
-    )
-    wrong = [n for n in ours(path) if not within(n, *below, *LAZY.get(name, ()))]
-    assert not wrong, f"{path} imports {wrong}"
-    assert not {n.split(".")[0] for n in imports(path)} & {"torch", "jax", "triton"}, path
+@pytest.mark.parametrize("room", ROOMS)
+def test_plain_rooms_import_only_those_below_them_and_no_framework(room):
+    below = [f"ringattn.{each}" for each in ROOMS[: ROOMS.index(room) + 1]]
+    below += ["ringattn.kernels", "ringattn.comms.axis"] * (room == "plans")
+    for path in python_files(f"ringattn/{room}"):
+        wrong = [n for n in ours(path) if not within(n, *below) and n != "ringattn"]
+        assert not wrong, f"{path} imports {wrong}"
+        assert not {n.split(".")[0] for n in imports(path)} & {"torch", "triton"}, path
+        assert path.name == "segment_ids.py" or "jax" not in {n.split(".")[0] for n in imports(path)}, path
 
 
 def test_nobody_below_imports_launch_or_tests():
@@ -160,63 +122,3 @@ def test_every_public_name_can_be_had():
         assert getattr(ringattn, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'atention'"):
         ringattn.atention  # noqa: B018
-
-
-def test_a_word_of_the_glossary_is_the_name_of_one_class():
-    """Apart from JAX's rooms, which have torch's names, models, and a cache's slices of keys."""
-    words = [
-        line.split("|")[1].strip()
-        for line in (ROOT / "docs/reference/glossary.md").read_text().splitlines()
-        if line.startswith("| ")
-    ]
-    names = {word.title().replace(" ", "") for each in words for word in each.split(",")}
-    assert {"Plan", "Recipe", "Call", "Step", "Partial"} <= names
-    places: dict[str, list[str]] = {}
-    for path in (p for folder in ("ringattn", "comms", "kernels") for p in python_files(folder)):
-        at = str(path.relative_to(ROOT))
-        apart = "ringattn/models/", "ringattn/torch/inference/"
-        if not at.startswith(apart) and "jax" not in at and "pallas" not in at:
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef) and node.name in names:
-                    places.setdefault(node.name, []).append(at)
-    assert not {name: at for name, at in places.items() if len(at) > 1}
-
-
-NO_LRU = ("one for each", "until the process ends", "1")  # what a plain dict or list may be
-
-
-def caches(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The caches of a module, each with what its limit may be called."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        for how in map(ast.unparse, getattr(node, "decorator_list", [])):
-            kind, size = how.split("(")[0], re.findall(r"maxsize=(\d+)", how)
-            if kind in ("lru_cache", "cache", "cached"):
-                yield node.name, tuple(size) or ({"lru_cache": "128", "cache": "one for each", "cached": "64"}[kind],)
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            value = ast.unparse(node.value)
-            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
-            if "lru_cache" in value:
-                yield name, tuple(re.findall(r"maxsize=(\d+)", value)) or ("128",)
-            elif value in ("{}", "[]", "set()") or value.startswith("Weak"):
-                yield name, ("weak: those that live",) if value.startswith("Weak") else NO_LRU
-
-
-def test_the_table_of_caches_is_the_code():
-    _, _, table = (ROOT / "docs/explanation/map.md").read_text().partition("| caches of functions and modules |")
-    listed, path = {}, ""
-    for row in table.splitlines()[2:]:
-        _, names, _, most, _ = row.split("|")
-        limits = [limit.strip().replace(",", "") for limit in most.split(";")]
-        for i, group in enumerate(names.split(";")):
-            for name in re.findall(r"`([^`]+)`", group):
-                if name.endswith(".py"):
-                    path = name
-                else:
-                    listed[path, name] = limits[min(i, len(limits) - 1)]
-    files = [path for room in ("ringattn", "kernels", "comms") for path in (ROOT / room).rglob("*.py")]
-    for path in {str(path.resolve().relative_to(ROOT.resolve())) for path in files}:
-        for name, limits in caches(ROOT / path):
-            assert path.startswith("launch") or listed.pop((path, name), "nothing") in limits, (path, name)
-    assert not listed

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.layout import LAYOUTS, MAKERS, Layout, block, count_below
+from ringattn.layouts.layout import LAYOUTS, MAKERS, Layout, block, count_below
 
 layouts = st.builds(Layout, st.sampled_from(LAYOUTS), st.integers(1, 200), st.integers(1, 8), st.integers(1, 4))
 

@@ -22,10 +22,10 @@ from ringattn.launch import bench, words
 from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.linear_oracle import B, H, K, V, docs_of, inputs, truth
-from ringattn.layout import BLOCKS, MAKERS, block, positions_of
-from ringattn.machine import load
-from ringattn.planning import Plan
-from ringattn.segments import WAYS, choose, layouts, order, segments
+from ringattn.layouts.layout import BLOCKS, MAKERS, block, positions_of
+from ringattn.plans.machine import load
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import WAYS, choose, layouts, order, segments
 from ringattn.torch.linear import call as linear
 from ringattn.torch.linear.states import Passage
 from tests.linear_errors import errors, worst

@@ -19,7 +19,7 @@ from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify.linear_oracle import LEAVES, B, docs_of, inputs, states_of, truth
 from ringattn.launch.verify.oracle import error
-from ringattn.segments import WAYS
+from ringattn.plans.segments import WAYS
 from ringattn.torch.linear.documents import LEVEL, row_length
 from tests.linear_errors import errors, worst
 

@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.bands import Work, bounds_at, families, joined
 from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
-from ringattn.cost import seen_pairs
 from ringattn.kernels.attention.reference import attend, attend_backward
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals
@@ -25,11 +23,13 @@ from ringattn.kernels.total import in_dtype
 from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES, Case
-from ringattn.mask import Mask, reads_of
-from ringattn.planning import Plan
-from ringattn.slices import Mask as Slices
-from ringattn.spec import AttentionSpec, Docs
-from ringattn.steps.recipe import Sight
+from ringattn.masks.bands import Work, bounds_at, families, joined
+from ringattn.masks.slices import Mask as Slices
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import seen_pairs
+from ringattn.plans.mask import Mask, reads_of
+from ringattn.plans.plan import Plan
+from ringattn.plans.recipe import Sight
 from ringattn.torch.handles import docs_of, of_text, starts_of
 
 KINDS = "full", "causal", "inverse", "both"

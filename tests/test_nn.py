@@ -7,8 +7,8 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
+from ringattn.masks.spec import AttentionSpec
 from ringattn.models.nn import Attention, StreamingAttention, rope, rope_angles
-from ringattn.spec import AttentionSpec
 
 
 def test_rope_products_depend_on_the_distance_alone():

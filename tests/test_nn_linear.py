@@ -15,8 +15,8 @@ from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
 from ringattn.models.linear import LinearLayer
 from ringattn.models.nn import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
-from ringattn.planning import Plan
-from ringattn.segments import order
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import order
 from ringattn.torch.linear.halo import causal_convolution
 
 T, C = 45, 32

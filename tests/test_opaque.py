@@ -17,14 +17,15 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import hf, machine
+from ringattn import hf
 from ringattn.launch.processes import run
+from ringattn.masks.values import Value
 from ringattn.models.hf.attention import Asked, Call
 from ringattn.models.hf.choice import Spread
 from ringattn.models.hf.generate import RanksCache
 from ringattn.models.nn import Attention, GatedDeltaNet
-from ringattn.transport import Transport
-from ringattn.values import Value
+from ringattn.plans import machine
+from ringattn.plans.transport import Transport
 
 BF16, T = torch.bfloat16, 64
 MACHINE = machine.of_device("cpu")

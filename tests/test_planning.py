@@ -18,11 +18,11 @@ import ringattn as ra
 from ringattn import choosing
 from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
-from ringattn.cost import Shape, exchanged, seen_pairs
-from ringattn.layout import Layout
-from ringattn.machine import Link, load
-from ringattn.planning import Plan
-from ringattn.ranks import Ranks
+from ringattn.layouts.layout import Layout
+from ringattn.plans.cost import Shape, exchanged, seen_pairs
+from ringattn.plans.machine import Link, load
+from ringattn.plans.plan import Plan
+from ringattn.plans.ranks import Ranks
 
 
 def on(sizes, **given):

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 
 import ringattn as ra
-from ringattn import candidates, choosing
-from ringattn import machine as machines
-from ringattn.candidates import hosts_of_ring
+from ringattn import choosing
 from ringattn.choosing import elsewhere, factored
-from ringattn.cost import Shape
-from ringattn.explain import number
 from ringattn.kernels.rates import RATES
 from ringattn.launch.bench.masks import MIXES, mixed
 from ringattn.launch.bench.plans import setting_of
-from ringattn.planning import Plan
-from ringattn.predict import Rates, predict
-from ringattn.transport import Transport
+from ringattn.plans import candidates
+from ringattn.plans import machine as machines
+from ringattn.plans.candidates import hosts_of_ring
+from ringattn.plans.cost import Shape
+from ringattn.plans.explain import number
+from ringattn.plans.plan import Plan
+from ringattn.plans.predict import Rates, predict
+from ringattn.plans.transport import Transport
 
 ROWS = Path(__file__).parent.parent / "benchmarks"
 

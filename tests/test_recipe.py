@@ -8,12 +8,12 @@ import torch
 import ringattn as ra
 from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
-from ringattn.cost import Shape
 from ringattn.launch.bench.masks import cases
-from ringattn.mask import Mask
-from ringattn.planning import Plan
-from ringattn.steps import recipe
-from ringattn.steps.recipe import Recipe
+from ringattn.plans import recipe
+from ringattn.plans.cost import Shape
+from ringattn.plans.mask import Mask
+from ringattn.plans.plan import Plan
+from ringattn.plans.recipe import Recipe
 
 DOCS = ra.Docs.from_lengths([20, 3, 30], pad_to=60)
 CASES = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch import processes
-from ringattn.layout import LAYOUTS
+from ringattn.layouts.layout import LAYOUTS
 
 
 def expected(x, shift, dim, docs, fill):

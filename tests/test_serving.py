@@ -12,7 +12,7 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
 from ringattn.comms.symmetric import SymmetricAxis
-from ringattn.machine import load
+from ringattn.plans.machine import load
 from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, keys_at_once, prefill_moves
 from ringattn.torch.inference import call as calls
 from ringattn.torch.inference import chunk, function

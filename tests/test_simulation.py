@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 import ringattn as ra
-from ringattn.candidates import Asked, compared, problem_of, rates_of
 from ringattn.choosing import elsewhere, factored
 from ringattn.launch import words
 from ringattn.launch.bench.plans import setting_of
 from ringattn.launch.rows import read
-from ringattn.layout import Layout
-from ringattn.machine import Link, load
-from ringattn.planning import Plan
-from ringattn.predict import Spread
-from ringattn.sharing import on_links
-from ringattn.simulation import Whole, play, steps_of
-from ringattn.spec import AttentionSpec
-from ringattn.transport import Transport
+from ringattn.layouts.layout import Layout
+from ringattn.masks.spec import AttentionSpec
+from ringattn.plans.candidates import Asked, compared, problem_of, rates_of
+from ringattn.plans.machine import Link, load
+from ringattn.plans.plan import Plan
+from ringattn.plans.predict import Spread
+from ringattn.plans.sharing import on_links
+from ringattn.plans.simulation import Whole, play, steps_of
+from ringattn.plans.transport import Transport
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "hosts-cpu.jsonl"
 

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.bands import bounds, bounds_at, families, intervals
 from ringattn.comms.local import run
 from ringattn.jax.attention.steps import global_bounds
 from ringattn.launch.verify.cases import FEATURES
-from ringattn.layout import LAYOUTS, to_local
-from ringattn.mask import Mask, reads_of
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.layouts.layout import LAYOUTS, to_local
+from ringattn.masks.bands import bounds, bounds_at, families, intervals
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.mask import Mask, reads_of
+from ringattn.plans.plan import Plan
+from ringattn.plans.transport import Transport
 from ringattn.torch.attention.steps import below, bounds_on, local, on_device, spread_on
-from ringattn.transport import Transport
 
 CPU = torch.device("cpu")
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.bands import all_bands, bounds
 from ringattn.comms.local import run
-from ringattn.cost import seen_pairs
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES, FULL, Case
-from ringattn.layout import LAYOUTS, Layout
-from ringattn.machine import load
-from ringattn.mask import Mask, reads_of, table_of
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.layouts.layout import LAYOUTS, Layout
+from ringattn.masks.bands import all_bands, bounds
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import seen_pairs
+from ringattn.plans.machine import load
+from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.steps.rank import steps_of
 from ringattn.steps.reads import GRAINS, Reads, seen
 from ringattn.steps.table import build, grouped

@@ -24,7 +24,7 @@ from ringattn.comms.watch import Watch
 from ringattn.kernels import TABLE
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES
-from ringattn.mask import Mask, reads_of, table_of
+from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.steps.rank import steps_of
 from ringattn.torch.attention.transfers import exchange_for
 from tests.test_comms import exercise

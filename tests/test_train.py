@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn.bands import bounds
 from ringattn.comms.local import run as run_ranks
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
 from ringattn.launch.processes import RankError
@@ -25,6 +24,7 @@ from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
 from ringattn.launch.train.estimate import step_flops
 from ringattn.launch.train.trainer import batch_loss, learning_rate
+from ringattn.masks.bands import bounds
 from tests.training import SOURCES, TINY, over, where
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "train-h200.jsonl"

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from ringattn.bands import bounds, bounds_at, families
 from ringattn.kernels import Problem
 from ringattn.kernels.attention import reference
 from ringattn.kernels.attention.triton import KERNEL, attend, attend_backward, refuses, row_delta
@@ -20,7 +19,8 @@ from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, stack
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import row_delta as row_delta_of
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.bands import bounds, bounds_at, families
+from ringattn.masks.spec import AttentionSpec, Docs
 from tests.test_triton_linear import some_quick
 
 ON_GPU = torch.cuda.is_available()

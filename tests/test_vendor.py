@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn import kernels
-from ringattn.bands import bounds
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels.attention import reference
 from ringattn.kernels.attention.libraries import sdpa_cpu
@@ -19,8 +18,9 @@ from ringattn.kernels.attention.libraries.rectangles import over_rectangles
 from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.kernels.protocol import TorchKernel
-from ringattn.layout import LAYOUTS, Layout, to_local
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.layouts.layout import LAYOUTS, Layout, to_local
+from ringattn.masks.bands import bounds
+from ringattn.masks.spec import AttentionSpec, Docs
 
 MASKS = ("causal", "full", "strict", "docs", "prefix", "half")
 GPU_VENDORS = ("cudnn", "flash", "fa4")

@@ -24,9 +24,9 @@ import ringattn.torch.attention.compiled
 from ringattn.comms.local import run as run_threads
 from ringattn.kernels.attention import tiled
 from ringattn.launch.processes import run
+from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.nn import Attention, StreamingAttention
-from ringattn.ranks import one_rank
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.plans.ranks import one_rank
 from ringattn.torch.linear.halo import causal_convolution
 
 T, C = 48, 32

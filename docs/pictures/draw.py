@@ -1,6 +1,6 @@
 """The pictures of docs/, each computed by the code that it explains.
 
-Layouts come from ringattn.layout, tiles from kernels/attention/tiled.py, steps from ringattn.steps: a picture cannot
+Layouts come from ringattn.layouts, tiles from kernels/attention/tiled.py, steps from ringattn.steps: a picture cannot
 show what the code does not do. Figures come from benchmarks/. `make pictures`, or `python docs/pictures/draw.py
 [FOLDER]`, draws them all.
 """
@@ -18,17 +18,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ringattn.bands import all_bands, bounds, bounds_at, families, joined
-from ringattn.cost import seen_pairs
 from ringattn.kernels.attention import tiled
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.linear import chunkwise
 from ringattn.launch.commands.plot import INK, RANKS, STYLE, bars, panels, read, save
-from ringattn.layout import LAYOUTS, Layout
-from ringattn.planning import Plan
-from ringattn.segments import order
-from ringattn.slices import Mask
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.layouts.layout import LAYOUTS, Layout
+from ringattn.masks.bands import all_bands, bounds, bounds_at, families, joined
+from ringattn.masks.slices import Mask
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import seen_pairs
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import order
 from ringattn.steps.rank import steps_of
 from ringattn.steps.reads import seen
 from ringattn.steps.table import build

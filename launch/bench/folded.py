@@ -15,8 +15,8 @@ import torch
 from ringattn.comms.axis import ByRank, Pending, Slices
 from ringattn.comms.moves import Moves
 from ringattn.launch.words import option
-from ringattn.planning import Plan
-from ringattn.ranks import Ranks
+from ringattn.plans.plan import Plan
+from ringattn.plans.ranks import Ranks
 
 PROCESSES: Any = option(0, "processes; fewer than ranks: each plays one of them, for times only; 0: as many", least=0)
 

@@ -21,7 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringattn as ra
 from ringattn import kernels
-from ringattn.bands import bounds
 from ringattn.kernels.attention import reference
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.launch.bench import Row, contest
@@ -30,7 +29,8 @@ from ringattn.launch.bench.masks import SHORT, mixed
 from ringattn.launch.bench.peers import CONTESTANTS, Inputs, heads_first, of_table
 from ringattn.launch.bench.timing import captured, copy_rate, passes, together
 from ringattn.launch.words import option
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.bands import bounds
+from ringattn.masks.spec import AttentionSpec, Docs
 
 IMPLS = ("auto", "triton", "flex", "cudnn", "flash", "fa4")
 CPU_IMPLS = ("auto", "sdpa_cpu", "tiled")

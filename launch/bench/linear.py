@@ -22,7 +22,7 @@ from ringattn.kernels.linear.maps import Inputs
 from ringattn.launch.bench import Row, contest
 from ringattn.launch.bench.contest import DTYPES, Passes
 from ringattn.launch.words import option
-from ringattn.spec import Docs
+from ringattn.masks.spec import Docs
 
 GPU_IMPLS, CPU_IMPLS = ["triton", "op", "states", "fla"], ["chunkwise", "op", "states"]
 NAMES = ("out", "dq", "dk", "dv", "dg", "dbeta")

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ringattn as ra
-from ringattn.bands import bounds_at, families
 from ringattn.launch.commands.packed import drawn
+from ringattn.masks.bands import bounds_at, families
 
 LONG = (65536, 1024, 8192, 2048, 16384, 4096, 1024, 2048, 8192, 4096, 2048, 1024, 8192, 4096, 2048, 1024)
 SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)

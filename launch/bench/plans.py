@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn.candidates import problem_of, rates_of
-from ringattn.explain import way_of
 from ringattn.launch.bench import Row, memory, over_ranks
 from ringattn.launch.bench.masks import Case, case_of
 from ringattn.launch.bench.timing import attention_passes, dtype_on, median_ms
 from ringattn.launch.words import option
-from ringattn.machine import Machine, load, of_device
-from ringattn.simulation import play
+from ringattn.plans.candidates import problem_of, rates_of
+from ringattn.plans.explain import way_of
+from ringattn.plans.machine import Machine, load, of_device
+from ringattn.plans.simulation import play
 
 COLUMNS = ["setting", "plan", "layout", "route", "mode", "ms", "predicted", "off", "simulated", "played", "gib",
            "predicted_gib", "pick", "of_best"]  # fmt: skip

@@ -12,14 +12,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ringattn.candidates import compared, rates_of
-from ringattn.explain import way_of
 from ringattn.launch.bench import Row, memory, over_ranks
 from ringattn.launch.bench.timing import attention_passes, median_ms
 from ringattn.launch.commands import simulate
 from ringattn.launch.words import option, writable
-from ringattn.machine import load, of_device
-from ringattn.simulation import play
+from ringattn.plans.candidates import compared, rates_of
+from ringattn.plans.explain import way_of
+from ringattn.plans.machine import load, of_device
+from ringattn.plans.simulation import play
 
 COLUMNS = ["ranks", "by", "plan", "layout", "tokens", "ms", "tflops", "exposed", "gib"]
 BY = {"predicted": "#4477aa", "simulated": "#ee6677", "measured": "#228833"}

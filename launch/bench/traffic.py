@@ -17,7 +17,7 @@ from ringattn.launch.bench import Row
 from ringattn.launch.commands.packed import drawn
 from ringattn.launch.processes import MOST
 from ringattn.launch.words import option
-from ringattn.mask import Mask, reads_of, table_of
+from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.steps.reads import whole_blocks
 from ringattn.steps.table import build
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringattn.launch.words import option
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.plan import Plan
 
 
 @dataclass

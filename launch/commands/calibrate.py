@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.launch.words import option, writable
-from ringattn.machine import OWN, Link, Machine, chip_here, of_device, of_text, write
-from ringattn.predict import BACKWARD
+from ringattn.plans.machine import OWN, Link, Machine, chip_here, of_device, of_text, write
+from ringattn.plans.predict import BACKWARD
 
 SIZES = {"cpu": (1024, 256, 512), "cuda": (16384, 4096, 8192)}  # tokens of a call, of a window, rows of a product
 HEADS, DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}

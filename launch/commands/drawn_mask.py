@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ringattn.bands import Families, bounds_at
+from ringattn.masks.bands import Families, bounds_at
 
 MOST, SAMPLES = 32, 8  # cells of a side, and queries of a cell that are looked at
 

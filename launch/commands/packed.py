@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from ringattn.cost import seen_pairs
-from ringattn.mask import Mask, reads_of
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import seen_pairs
+from ringattn.plans.mask import Mask, reads_of
+from ringattn.plans.plan import Plan
 
 MIXES = "lognormal:MEDIAN:SIGMA or pareto:ALPHA:LEAST"
 WIDTH = 64  # columns of a drawing

@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn import choosing
-from ringattn.bands import families
 from ringattn.choosing import elsewhere, factored
-from ringattn.cost import heads_of_group, seen_pairs
 from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.commands.packed import MIXES, holdings, lengths_of
 from ringattn.launch.words import option
-from ringattn.machine import load, of_device
-from ringattn.mask import Mask, among_all, table_of
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
-from ringattn.steps.recipe import Recipe
-from ringattn.steps.spmd import SharedRecipe
-from ringattn.transport import Transport
+from ringattn.masks.bands import families
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import heads_of_group, seen_pairs
+from ringattn.plans.machine import load, of_device
+from ringattn.plans.mask import Mask, among_all, table_of
+from ringattn.plans.plan import Plan
+from ringattn.plans.recipe import Recipe
+from ringattn.plans.spmd import SharedRecipe
+from ringattn.plans.transport import Transport
 
 RANKS, MOST = 65536, 1024  # ranks: of more no steps are shown, since what each pair of them works on is counted
 SHOWN, LINES = 10, 8  # ranks that are shown one by one; of more, so many steps

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ringattn.candidates import Asked, compared, rates_of
 from ringattn.choosing import elsewhere, factored
-from ringattn.explain import Option, spoken
 from ringattn.launch.words import option, writable
-from ringattn.machine import Machine, load
-from ringattn.planning import Plan
-from ringattn.simulation import draw, play, speeds, timeline
-from ringattn.spec import AttentionSpec, Docs
-from ringattn.transport import Transport
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.candidates import Asked, compared, rates_of
+from ringattn.plans.explain import Option, spoken
+from ringattn.plans.machine import Machine, load
+from ringattn.plans.plan import Plan
+from ringattn.plans.simulation import draw, play, speeds, timeline
+from ringattn.plans.transport import Transport
 
 MOST, SHOWN = 65536, 8
 MANY = 1024  # ranks: of no more all steps are kept, so that the last rank can be drawn

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 import ringattn as ra
-from ringattn.bands import bounds
 from ringattn.kernels import rates
 from ringattn.kernels.intervals import Intervals
 from ringattn.launch.bench.kernels import doc_lengths
 from ringattn.launch.bench.timing import elapsed_ms, in_turns
 from ringattn.launch.words import option
+from ringattn.masks.bands import bounds
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from ringattn.conf.schema import Train
 from ringattn.launch.train import data, estimate, model, parallelize
 from ringattn.launch.train.checkpoint import about, matching
-from ringattn.machine import ITEMS, Machine, load, of_device
-from ringattn.planning import Plan
+from ringattn.plans.machine import ITEMS, Machine, load, of_device
+from ringattn.plans.plan import Plan
 
 RECOMPUTES = ("none", "pointwise", "cheap", "block")  # less and less is kept
 AGAIN = {"none": 0.0, "pointwise": 0.0, "cheap": 0.5, "block": 1.0}  # of the products of forward that run twice

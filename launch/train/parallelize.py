@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ringattn import choosing
 from ringattn.conf.schema import Model, Train
 from ringattn.launch.train.model import Block, Decoder, head_dim
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec
+from ringattn.masks.spec import AttentionSpec
+from ringattn.plans.plan import Plan
 
 
 def plan_of(config: Train, mesh: Any = None) -> Plan:

@@ -29,10 +29,10 @@ from ringattn.launch.processes import CLOSED
 from ringattn.launch.train import data, estimate, metrics, model, parallelize, torchrun
 from ringattn.launch.train.checkpoint import Checkpoints, about, begin_of, load, newest, set_aside
 from ringattn.launch.train.torchrun import Stop
+from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.batch import IGNORED, local_batch
 from ringattn.models.loss import token_mean
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.plans.plan import Plan
 
 MIB = 2**20
 

@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 import ringattn as ra
-from ringattn.slices import Mask
-from ringattn.spec import AttentionSpec, Docs
-from ringattn.transport import Transport
-from ringattn.values import fields
+from ringattn.masks.slices import Mask
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.masks.values import fields
+from ringattn.plans.transport import Transport
 
 
 @dataclass(frozen=True)

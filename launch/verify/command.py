@@ -48,7 +48,7 @@ from ringattn.launch import processes
 from ringattn.launch.verify import attention, drawn, linear_oracle, model, oracle
 from ringattn.launch.verify.cases import FEATURES, Case
 from ringattn.launch.words import option
-from ringattn.layout import MAKERS
+from ringattn.layouts.layout import MAKERS
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 

@@ -22,9 +22,9 @@ from ringattn import kernels
 from ringattn.kernels.linear import TABLE as linear_table
 from ringattn.launch.verify import linear_oracle, oracle, rounding
 from ringattn.launch.verify.cases import Case, Truth
-from ringattn.layout import LAYOUTS
-from ringattn.segments import layouts
-from ringattn.spec import AttentionSpec
+from ringattn.layouts.layout import LAYOUTS
+from ringattn.masks.spec import AttentionSpec
+from ringattn.plans.segments import layouts
 
 TITLE = "worst errors of an element over what rounding allows it"
 DTYPES = ("float32", "float32", "bfloat16", "float16", "float64")  # float32 twice as often

@@ -16,7 +16,7 @@ from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import recurrent
 from ringattn.launch.verify.cases import Placed, Truth
 from ringattn.launch.verify.oracle import with_gradients
-from ringattn.segments import layouts
+from ringattn.plans.segments import layouts
 
 B, H, K, V = 2, 2, 8, 12
 LEAVES = ("q", "k", "v", "g", "beta")

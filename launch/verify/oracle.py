@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringattn.launch.verify.cases import Case, Truth
-from ringattn.spec import AttentionSpec
+from ringattn.masks.spec import AttentionSpec
 from ringattn.torch.sharding import own_positions
 
 Mine = Callable[[str, Tensor, float], Tensor]  # of a result by its name, with this where the plan pads

@@ -2,13 +2,12 @@
 
 import sys
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
-from ringattn.planning import Plan
-from ringattn.slices import Mask
-from ringattn.spec import AttentionSpec, Docs, whole
-from ringattn.transport import Transport
+from ringattn.masks.slices import Mask
+from ringattn.masks.spec import AttentionSpec, Docs, whole
+from ringattn.plans.plan import Plan
+from ringattn.plans.transport import Transport
 
 SAY = "pass True or False"
 MANY_HEADS = 512
@@ -126,12 +125,6 @@ def of_dims(**arrays: Any) -> str | None:
 def has_shape(x: Any, *shapes: Any) -> bool:
     """Whether x has one of these shapes. While torch.compile traces, `in` knows no symbolic sizes; == does."""
     return any([tuple(x.shape) == shape for shape in shapes])
-
-
-def of_choice(name: str, value: Any, choices: Sequence[str]) -> str | None:
-    if isinstance(value, str) and value in choices:
-        return None
-    return f"{name}={value!r}: choose one of {', '.join(choices)}"
 
 
 def of_sizes(**sizes: Any) -> str | None:

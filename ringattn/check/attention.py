@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from ringattn.check.arguments import of_arguments, of_dims, of_kinds
-from ringattn.planning import Plan
-from ringattn.sizes import groups_problem, heads_problem
-from ringattn.spec import AttentionSpec, Docs, is_traced
+from ringattn.masks.spec import AttentionSpec, Docs, is_traced
+from ringattn.plans.plan import Plan
+from ringattn.plans.sizes import groups_problem, heads_problem
 
 
 def of_partials(a: Any, b: Any) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ringattn.check.arguments import BY_PARENTS, of_sizes
-from ringattn.spec import AttentionSpec, is_number, whole
+from ringattn.masks.spec import AttentionSpec, is_number, whole
 
 
 def each(given: Any, rows: int) -> list[int] | None:

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from ringattn.check.arguments import has_shape, of_choice
+from ringattn.check.arguments import has_shape
 from ringattn.check.attention import of_batch, of_docs, of_lengths, of_shapes
-from ringattn.planning import Plan
-from ringattn.segments import WAYS, segments_problem, uneven, ways
-from ringattn.sizes import dtype_name
-from ringattn.spec import AttentionSpec, Docs, of_factor
+from ringattn.masks.numeric import of_choice
+from ringattn.masks.spec import AttentionSpec, Docs, of_factor
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import WAYS, segments_problem, uneven, ways
+from ringattn.plans.sizes import dtype_name
 
 
 def of_linear(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn.compat.process_groups import plan_over
+from ringattn.masks.spec import Docs
 from ringattn.models.hf import attention as hf_attention
-from ringattn.spec import Docs
 
 NAME = "flash_attention_2"
 

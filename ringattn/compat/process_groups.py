@@ -8,8 +8,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn import choosing
 from ringattn.comms.local import LocalMesh
-from ringattn.planning import Plan
-from ringattn.spec import Docs
+from ringattn.masks.spec import Docs
+from ringattn.plans.plan import Plan
 
 MOST = 64  # lengths whose plans are kept, for each group and layout
 PLANS: Any = WeakIdKeyDictionary()  # by group, as long as it lives

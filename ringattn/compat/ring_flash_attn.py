@@ -30,8 +30,8 @@ from ringattn.compat.hf_flash_attn import restore_hf_flash_attn as restore_hf_fl
 from ringattn.compat.hf_flash_attn import substitute_hf_flash_attn as substitute_hf_flash_attn
 from ringattn.compat.hf_flash_attn import update_ring_flash_attn_params as update_ring_flash_attn_params
 from ringattn.compat.process_groups import plan_over
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.plan import Plan
 from ringattn.torch.agree import refuse
 
 Function = Callable[..., Any]

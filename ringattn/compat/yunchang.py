@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ringattn.comms.mesh import init_mesh, split
 from ringattn.compat.ring_flash_attn import Function, Options, family, of_batch, of_cut_documents
-from ringattn.layout import Layout, positions_of
+from ringattn.layouts.layout import Layout, positions_of
 
 LAYOUTS = {
     "basic": "contiguous", "zigzag": "zigzag", "strip": "striped", "basic_pytorch": "contiguous",

@@ -30,10 +30,10 @@ from ringattn.kernels.attention.pallas import splash
 from ringattn.kernels.attention.pallas.blocks import USUAL, VMEM, Blocks
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
-from ringattn.machine import of_device
-from ringattn.planning import Plan
-from ringattn.ranks import Ranks
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.machine import of_device
+from ringattn.plans.plan import Plan
+from ringattn.plans.ranks import Ranks
 
 # Without these options the compiler does not overlap a loop's hops with its kernels, or only five of them at a time.
 COMPILER_OPTIONS: dict[str, str | bool] = {

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ringattn.check.attention import of_batch, of_docs, of_lengths, of_plan, of_sinks
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs, raise_if
+from ringattn.masks.spec import AttentionSpec, Docs, raise_if
+from ringattn.plans.plan import Plan
 
 
 def check(

@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 
 from ringattn.kernels.arrays import accumulator
-from ringattn.planning import Plan
-from ringattn.spec import Docs
+from ringattn.masks.spec import Docs
+from ringattn.plans.plan import Plan
 
 DIGIT = 1024
 

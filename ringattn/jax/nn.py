@@ -19,8 +19,8 @@ from ringattn.jax.layers import causal_convolution, positions_of, rope
 from ringattn.jax.layers import cross_entropy as cross_entropy
 from ringattn.jax.layers import token_mean as token_mean
 from ringattn.kernels.arrays import accumulator
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.plan import Plan
 
 
 def attention_fn(

@@ -19,10 +19,10 @@ from ringattn.check.attention import of_packed, of_shapes
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, automatic_axes, platform
 from ringattn.jax.attention.steps import local_positions
-from ringattn.layout import Layout
-from ringattn.planning import Plan
-from ringattn.ranks import Ranks
-from ringattn.spec import Docs, raise_if, whole
+from ringattn.layouts.layout import Layout
+from ringattn.masks.spec import Docs, raise_if, whole
+from ringattn.plans.plan import Plan
+from ringattn.plans.ranks import Ranks
 
 
 def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
@@ -48,10 +48,15 @@ def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
 
 
 def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
-    """The sequence in its own order, padding removed: the inverse of `shard`; differentiable."""
+    """The sequence in its own order, padding removed: the inverse of `shard`; differentiable.
+
+    In a shard_map it gathers the tokens of all devices.
+    """
     dim = dim_of(x, dim)
     if is_local(plan):
-        raise ValueError("inside a shard_map arrays are this device's tokens only: unshard after it")
+        for axis in (plan.ulysses_axis, plan.ring_axis):
+            x = axis.all_gather(x, dim).wait()
+        return jax.lax.slice_in_dim(reordered(x, plan.tokens, dim, back=True), 0, plan.seq_len, axis=dim)
     if x.shape[dim] != plan.tokens.padded_length:
         raise ValueError(
             f"dim {dim} of x has {x.shape[dim]} tokens, a sharded array of this plan has "

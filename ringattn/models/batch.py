@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.loss import cross_entropy
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.plans.plan import Plan
 
 IGNORED = -100  # a label that does not count
 

@@ -13,8 +13,8 @@ from ringattn.check.attention import of_packed
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import few_tokens
-from ringattn.planning import Plan
-from ringattn.spec import Docs, of_factor, whole
+from ringattn.masks.spec import Docs, of_factor, whole
+from ringattn.plans.plan import Plan
 from ringattn.torch.check import of_types
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear.halo import causal_convolution, last_tokens

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from ringattn.check.arguments import of_arguments
 from ringattn.check.attention import of_packed
 from ringattn.kernels.arrays import accumulator
+from ringattn.masks.spec import Docs, raise_if, whole
 from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
-from ringattn.planning import Plan
-from ringattn.spec import Docs, raise_if, whole
+from ringattn.plans.plan import Plan
 from ringattn.torch.agree import agree, watched
 from ringattn.torch.check import of_types
 from ringattn.torch.same_data import compare_data

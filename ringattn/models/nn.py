@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from ringattn import api, choosing
 from ringattn.check.arguments import has_shape, of_sizes
 from ringattn.kernels.arrays import accumulator
+from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 from ringattn.models.linear import GatedDeltaNet as GatedDeltaNet
 from ringattn.models.linear import GatedLinearAttention as GatedLinearAttention
 from ringattn.models.linear import KimiDeltaAttention as KimiDeltaAttention
 from ringattn.models.linear import check_input, check_stream, head_size
-from ringattn.planning import Plan
-from ringattn.ranks import Ranks
-from ringattn.spec import AttentionSpec, Docs, raise_if
+from ringattn.plans.plan import Plan
+from ringattn.plans.ranks import Ranks
 from ringattn.torch.check import of_types
 from ringattn.torch.dispatch import fake, op
 from ringattn.torch.handles import plan_of, text_and_handle

@@ -1,1 +1,1 @@
-"""What the ranks of a ring do: who reads what (reads), when (table), one rank's part (rank), a whole call (recipe)."""
+"""What the ranks of a ring do: who reads what (reads), when (table), and one rank's part in it (rank)."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ringattn.layout import Shard, count_below, part_of
+from ringattn.layouts.layout import Shard, count_below, part_of
 from ringattn.steps.table import Ranges, Table, Transfers
 
 

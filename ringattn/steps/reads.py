@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.bands import Bands
-from ringattn.layout import Shard
+from ringattn.layouts.layout import Shard
+from ringattn.masks.bands import Bands
 
 GRAINS = 64  # of a block: ranges that are read begin and end at multiples of a grain, so they are few and round
 

@@ -5,8 +5,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.plan import Plan
 from ringattn.torch import same_data
 from ringattn.torch.same_data import Place, named
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.spec import AttentionSpec
+from ringattn.masks.spec import AttentionSpec
 
 MOST, FEW = 64, 12  # the most bound calls that are cached for a plan: without documents, and with
 CAUSAL = AttentionSpec()  # the default

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn.check.attention import of_docs, of_lengths, of_plan, of_shapes, of_sinks
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.plan import Plan
 
 TANGENT = "carries a tangent of forward-mode differentiation; only reverse mode is supported"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Axis, Pending, Then
-from ringattn.planning import Plan
+from ringattn.plans.plan import Plan
 
 Place = tuple[int, int]  # ring rank, Ulysses rank
 

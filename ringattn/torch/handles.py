@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn import machine
-from ringattn.planning import LAID_OUT, NAMED, Plan
-from ringattn.ranks import LIVE, one_rank
-from ringattn.spec import AttentionSpec, Docs
-from ringattn.transport import Transport
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans import machine
+from ringattn.plans.plan import LAID_OUT, NAMED, Plan
+from ringattn.plans.ranks import LIVE, one_rank
+from ringattn.plans.transport import Transport
 
 HELD: dict[str, Plan] = {}  # the plans that compiled graphs use, by their text
 

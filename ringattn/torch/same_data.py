@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.planning import Plan
+from ringattn.plans.plan import Plan
 
 FIRST, EVERY = 4, 64  # the steps whose data are compared: the first 4, and then one in 64
 MOST = 16  # checksums kept between two comparisons; with more than that, the comparison is skipped

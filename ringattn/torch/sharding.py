@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from ringattn.check.arguments import of_arguments
 from ringattn.check.attention import of_packed
-from ringattn.layout import Layout, positions_of
-from ringattn.mask import Mask
-from ringattn.planning import Plan
-from ringattn.spec import Docs, raise_if, whole
+from ringattn.layouts.layout import Layout, positions_of
+from ringattn.masks.spec import Docs, raise_if, whole
+from ringattn.plans.mask import Mask
+from ringattn.plans.plan import Plan
 from ringattn.torch import same_data
 from ringattn.torch.agree import agree, describe
 from ringattn.torch.check import of_types

@@ -29,10 +29,10 @@ from ringattn.jax.check import check
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels.partial import NEVER, add_sinks, empty, sink_gradient
 from ringattn.kernels.varying import axes_of, vary
-from ringattn.mask import Mask, among_all
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs, register_in_jax
-from ringattn.steps.spmd import SharedRecipe
+from ringattn.masks.spec import AttentionSpec, Docs, register_in_jax
+from ringattn.plans.mask import Mask, among_all
+from ringattn.plans.plan import Plan
+from ringattn.plans.spmd import SharedRecipe
 
 OUT, LSE = "ringattn_out", "ringattn_lse"  # the names of the results for policies of jax.checkpoint
 

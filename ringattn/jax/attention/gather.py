@@ -13,7 +13,7 @@ from ringattn.jax.attention.steps import Score, Sight
 from ringattn.jax.sharding import reordered
 from ringattn.kernels.arrays import in_sums
 from ringattn.kernels.partial import Partial
-from ringattn.steps.spmd import SharedRecipe
+from ringattn.plans.spmd import SharedRecipe
 
 
 def gather_forward(

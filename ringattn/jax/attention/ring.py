@@ -16,7 +16,7 @@ from ringattn.jax.attention.steps import Score, Sight
 from ringattn.kernels.arrays import in_sums, sum_of
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.varying import axes_of, vary
-from ringattn.steps.spmd import Flight, Rotation, SharedRecipe
+from ringattn.plans.spmd import Flight, Rotation, SharedRecipe
 
 Pair = tuple[Array, Array]
 

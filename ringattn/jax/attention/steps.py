@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ringattn.bands import Bands, covered, intervals
 from ringattn.comms.jax import automatic_axes, generation
-from ringattn.cost import Shape
 from ringattn.kernels.attention.libraries import jax_cudnn, jax_splash
 from ringattn.kernels.attention.pallas.blocks import Blocks, limit_of
 from ringattn.kernels.families import over_families_in_jax
 from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets
 from ringattn.kernels.protocol import JaxKernel
-from ringattn.layout import Layout, to_local
-from ringattn.mask import Mask
-from ringattn.planning import Plan
-from ringattn.steps.spmd import SharedRecipe
+from ringattn.layouts.layout import Layout, to_local
+from ringattn.masks.bands import Bands, covered, intervals
+from ringattn.plans.cost import Shape
+from ringattn.plans.mask import Mask
+from ringattn.plans.plan import Plan
+from ringattn.plans.spmd import SharedRecipe
 
 
 class Score(NamedTuple):
@@ -99,7 +99,7 @@ def span_of(spans: Array, p: Array) -> Side:
 
 
 def looked_up(family: tuple[Bands, ...], positions: Array) -> Side:
-    """`ringattn.bands.bounds_at` for traced positions."""
+    """`ringattn.masks.bands.bounds_at` for traced positions."""
     rows = []
     for bands in map(covered, family):
         start, begin, end, lean, rise = (jnp.asarray(x, jnp.int32) for x in (bands.start, *bands[2:]))

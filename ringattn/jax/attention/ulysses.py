@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ringattn.comms.jax import MeshAxis
-from ringattn.cost import replicas
+from ringattn.plans.cost import replicas
 
 Real = Array | None  # [1 or B, T_local]: which tokens are real; None when all are
 

@@ -38,9 +38,9 @@ from ringattn.check.cache import (
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.sharding import batch_axes, check_context, moved, names_of, sequence_axes
-from ringattn.planning import LAST, Plan
+from ringattn.masks.spec import raise_if
+from ringattn.plans.plan import LAST, Plan
 from ringattn.serving import Heads, Moves, Stripes, prefill_moves
-from ringattn.spec import raise_if
 
 
 @partial(

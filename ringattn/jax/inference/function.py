@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringattn.bands import families, intervals
-from ringattn.check.arguments import of_choice, of_unknown
+from ringattn.check.arguments import of_unknown
 from ringattn.check.attention import of_lengths, of_plan, of_shapes
 from ringattn.check.cache import drafts, of_filled, of_keys, of_parents, of_start, of_window
 from ringattn.jax.attention.steps import local_positions, looked_up, recipe_of, score_of
@@ -24,12 +23,14 @@ from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
 from ringattn.jax.sharding import reordered
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
-from ringattn.mask import Mask
-from ringattn.packing import depths
-from ringattn.planning import Plan
+from ringattn.masks.bands import families, intervals
+from ringattn.masks.numeric import of_choice
+from ringattn.masks.packing import depths
+from ringattn.masks.spec import AttentionSpec, Docs, raise_if, whole
+from ringattn.plans.mask import Mask
+from ringattn.plans.plan import Plan
+from ringattn.plans.sizes import heads_problem
 from ringattn.serving import MOVES, keys_at_once
-from ringattn.sizes import heads_problem
-from ringattn.spec import AttentionSpec, Docs, raise_if, whole
 
 
 def prefill(

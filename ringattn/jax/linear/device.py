@@ -27,8 +27,8 @@ from ringattn.kernels.linear import jax_chunkwise as chunkwise
 from ringattn.kernels.linear import pallas
 from ringattn.kernels.linear.jax_chunkwise import CHUNK
 from ringattn.kernels.varying import axes_of, vary
-from ringattn.planning import Plan
-from ringattn.segments import BEFORE, choose, segments
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import BEFORE, choose, segments
 
 Arrays = tuple[Array, Array, Array, Array | None, Array | None, Array | None]  # q, k, v, gates, beta, initial state
 

@@ -18,7 +18,7 @@ from jax import Array
 
 from ringattn.jax.attention.steps import local_positions
 from ringattn.kernels.linear.jax_chunkwise import CHUNK, Map
-from ringattn.planning import Plan
+from ringattn.plans.plan import Plan
 
 
 class Documents:

@@ -10,7 +10,6 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check.arguments import of_choice
 from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
 from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, whole_numbers
 from ringattn.jax.check import of_dtypes
@@ -18,8 +17,9 @@ from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_de
 from ringattn.jax.linear.states import KEPT
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels.arrays import accumulator
-from ringattn.planning import Plan
-from ringattn.spec import Docs
+from ringattn.masks.numeric import of_choice
+from ringattn.masks.spec import Docs
+from ringattn.plans.plan import Plan
 
 KERNELS = ("auto", "chunkwise", "pallas")
 

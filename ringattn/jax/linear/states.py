@@ -2,7 +2,7 @@
 
     B batch   P segments a device   N chunks a segment   H heads   K key dim   V value dim
 
-The ways it may go are those of ringattn.segments. By `gather` every device holds the states of all, and XLA lets the
+The ways it may go are those of plans/segments.py. By `gather` every device holds the states of all, and XLA lets the
 products within chunks run beside it. By `ring` and `pipeline` a device holds its own: the state hops in a loop, and
 each hop has a share of those products beside it. Backward the gradient of the state goes the same way in reverse,
 beside the gradients of those products.
@@ -23,8 +23,8 @@ from ringattn.comms.jax import MeshAxis, relay
 from ringattn.jax.sharding import sequence_axes
 from ringattn.kernels.linear.jax_chunkwise import Map, composed, walk
 from ringattn.kernels.varying import axes_of, vary
-from ringattn.planning import Plan
-from ringattn.segments import Place, Way, order, passes, segments
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import Place, Way, order, passes, segments
 
 Work = Callable[[Any, Any], Any]  # of arrays that have gradients, and of some that have none: [N, ...]
 KEPT = "states"  # what jax.checkpoint finds the states before chunks by

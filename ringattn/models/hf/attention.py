@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ringattn import api
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
-from ringattn.values import Value
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.masks.values import Value
+from ringattn.plans.plan import Plan
 
 NAME = "ringattn"  # what transformers calls this attention
 CHUNKED = "chunked_attention"  # layers whose window is a block of positions

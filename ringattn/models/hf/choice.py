@@ -10,10 +10,10 @@ from torch import nn
 
 from ringattn import choosing
 from ringattn.comms import mesh as meshes
-from ringattn.planning import Plan
-from ringattn.sizes import DTYPES, heads_problem
-from ringattn.spec import AttentionSpec
-from ringattn.values import Value
+from ringattn.masks.spec import AttentionSpec
+from ringattn.masks.values import Value
+from ringattn.plans.plan import Plan
+from ringattn.plans.sizes import DTYPES, heads_problem
 
 SEQ_LEN = 32768  # tokens that a plan is made for where neither the caller, a batch nor the model names a length
 OTHERS = 64  # lengths beside the first one whose plans are kept

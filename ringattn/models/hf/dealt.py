@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.batch import as_one_row, balanced
 from ringattn.models.hf.choice import Choice, attention_of
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.plans.plan import Plan
 
 
 class Dealt(NamedTuple):

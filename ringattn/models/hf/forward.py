@@ -24,7 +24,7 @@ from ringattn.models.hf.packed import documents, given_documents, places, refuse
 from ringattn.models.hf.positions import counted
 from ringattn.models.hf.refusals import LOSSES, accepted, refuse_other_attention
 from ringattn.models.hf.targets import changed, targets_of, wanted, with_loss
-from ringattn.planning import Plan
+from ringattn.plans.plan import Plan
 from ringattn.torch.agree import watched
 from ringattn.torch.same_data import compare_data
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn import api
+from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import Call
 from ringattn.models.hf.kept import kept
 from ringattn.models.hf.refusals import accepted, refuse_other_attention
-from ringattn.planning import Plan
+from ringattn.plans.plan import Plan
 from ringattn.serving import KVCache
-from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import same_data
 from ringattn.torch.agree import watched
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn.planning import Plan
+from ringattn.plans.plan import Plan
 from ringattn.torch.sharding import Gathered, local_positions
 
 

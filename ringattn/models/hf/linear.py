@@ -20,7 +20,7 @@ from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import few_tokens
 from ringattn.models.hf.attention import Call
 from ringattn.models.linear import FEW, exact
-from ringattn.planning import Plan
+from ringattn.plans.plan import Plan
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear.halo import causal_convolution, last_tokens
 from ringattn.torch.sharding import own_positions

@@ -21,7 +21,7 @@ from ringattn.models.hf.dealt import joined
 from ringattn.models.hf.forward import forward_of, is_ours
 from ringattn.models.hf.positions import is_counted, rule_of
 from ringattn.models.hf.refusals import refuse
-from ringattn.planning import Plan
+from ringattn.plans.plan import Plan
 
 
 def prepare(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.spec import Docs
+from ringattn.masks.spec import Docs
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # beside position_ids, from DataCollatorWithFlattening
 UNUSED = ("max_length_q", "max_length_k")  # the others contain it already

@@ -10,8 +10,8 @@ from ringattn.models.hf.choice import size_problem
 from ringattn.models.hf.linear import convolutions, linear_layers, names
 from ringattn.models.hf.packed import PACKING, UNUSED
 from ringattn.models.hf.vision import decoder_of
-from ringattn.planning import Plan
-from ringattn.segments import segments_problem
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import segments_problem
 
 LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
 POOLED = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction")

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ringattn.masks.spec import Docs
 from ringattn.models.batch import IGNORED, following
 from ringattn.models.loss import compare_ranks, mean_over_ranks
 from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
-from ringattn.planning import Plan
-from ringattn.spec import Docs
+from ringattn.plans.plan import Plan
 
 
 def targets_of(

@@ -17,7 +17,7 @@ from ringattn.models.hf import trl as hf_trl
 from ringattn.models.hf.dealt import Dealt
 from ringattn.models.hf.forward import keep_outermost
 from ringattn.models.hf.targets import scaled, targets_of
-from ringattn.planning import Plan
+from ringattn.plans.plan import Plan
 
 
 class OverRanks(hf_trl.Answers):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from ringattn.models.batch import IGNORED
 from ringattn.models.hf.dealt import joined
 from ringattn.models.hf.generate import numbers_of_the_first
-from ringattn.planning import Plan
+from ringattn.plans.plan import Plan
 
 EACH_RANK = {  # arguments of GRPOTrainer with which each rank would get answers of its own
     "use_vllm": "vLLM generates for each rank: leave it out, and the prepared model generates over ranks",

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ringattn.masks.spec import Docs
 from ringattn.models.hf.attention import ARGUMENTS, NAME, PASSED, Asked, Call, spans_of, stretched
-from ringattn.planning import Plan
-from ringattn.spec import Docs
+from ringattn.plans.plan import Plan
 from ringattn.torch.same_data import note
 
 TEXT = {*ARGUMENTS, "use_cache", "cache_position"}  # what models of text alone take too, in what `forward` leaves

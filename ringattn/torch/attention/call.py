@@ -1,4 +1,4 @@
-"""A bound call of attention: its recipe (`ringattn.steps.recipe`), with what that needs on the device.
+"""A bound call of attention: its recipe (`ringattn.plans.recipe`), with what that needs on the device.
 
 `bind` looks a call up by its plan, spec, documents, shapes and dtypes, never by the numbers in tensors. It checks a
 call of a new kind, compares it between ranks, and caches it. Running it (`function.py`) looks nothing up.
@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn.check.arguments import of_arguments, of_arrays, warn_of_exchanged
-from ringattn.cost import Shape
 from ringattn.kernels import BY_NAME
 from ringattn.kernels.intervals import Intervals
-from ringattn.mask import Mask
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import Shape
+from ringattn.plans.mask import Mask
+from ringattn.plans.plan import Plan
+from ringattn.plans.recipe import Pass, Recipe
 from ringattn.steps.rank import Step
-from ringattn.steps.recipe import Pass, Recipe
 from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Score, arch_of, score_with, sight_of
 from ringattn.torch.bind import CAUSAL, key_of, remember

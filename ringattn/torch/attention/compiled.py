@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ringattn.check.arguments import of_arguments, of_arrays
-from ringattn.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.kernels.arrays import fine
-from ringattn.spec import AttentionSpec, Docs, raise_if
+from ringattn.masks.spec import AttentionSpec, Docs, raise_if
+from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.torch import check
 from ringattn.torch.attention import function as attention
 from ringattn.torch.attention.call import bind, bound

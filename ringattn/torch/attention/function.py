@@ -18,8 +18,8 @@ from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.partial import NEVER, Partial, sink_gradient
 from ringattn.kernels.rows import rows_of
 from ringattn.kernels.total import Total, in_dtype
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.plan import Plan
 from ringattn.torch.agree import agree_in_backward
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.call import Call, bind

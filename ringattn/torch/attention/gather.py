@@ -14,7 +14,7 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.rows import rows_of
 from ringattn.kernels.total import Total, in_dtype
-from ringattn.layout import Layout
+from ringattn.layouts.layout import Layout
 from ringattn.torch.attention.steps import Entered, Grads, Score, Seen
 from ringattn.torch.sharding import order_of
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.check.arguments import has_shape, of_choice
+from ringattn.check.arguments import has_shape
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import row_delta
-from ringattn.sizes import heads_problem
-from ringattn.spec import of_factor, raise_if
+from ringattn.masks.numeric import of_choice
+from ringattn.masks.spec import of_factor, raise_if
+from ringattn.plans.sizes import heads_problem
 from ringattn.torch.attention.steps import problem_of
 from ringattn.torch.check import of_tensors, of_types
 from ringattn.torch.dispatch import differentiate, fake, no_autocast, op

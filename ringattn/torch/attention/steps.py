@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.bands import Runs
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.protocol import Disjoint, TorchKernel
 from ringattn.kernels.rows import EVERY, NONE, OF_KEYS, OF_QUERIES, Rows
 from ringattn.kernels.total import Total
-from ringattn.layout import FEW, Shard, count_below
-from ringattn.mask import Mask
+from ringattn.layouts.layout import FEW, Shard, count_below
+from ringattn.masks.bands import Runs
+from ringattn.plans.mask import Mask
+from ringattn.plans.recipe import Sight
 from ringattn.steps.rank import Queries, Step
-from ringattn.steps.recipe import Sight
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from

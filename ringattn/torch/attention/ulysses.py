@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ringattn.comms.axis import All, Axis, Pending, Then
-from ringattn.cost import replicas
 from ringattn.kernels.arrays import accumulator
+from ringattn.plans.cost import replicas
 
 Real = Tensor | None  # [1 or B, T_local]: which tokens are real; None when all are
 

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from ringattn import serving
 from ringattn.check import cache as check
 from ringattn.check.arguments import of_arrays
-from ringattn.layout import Layout
-from ringattn.planning import Plan
+from ringattn.layouts.layout import Layout
+from ringattn.masks.spec import raise_if, whole
+from ringattn.plans.plan import Plan
 from ringattn.serving import Heads, Moves, Stripes, exchange_way, prefill_moves
-from ringattn.spec import raise_if, whole
 from ringattn.torch.check import of_dense, of_meta, of_tangents, of_types
 from ringattn.torch.inference.chunk import Holder, landings
 

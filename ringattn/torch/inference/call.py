@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn import kernels
-from ringattn.check.arguments import of_arguments, of_arrays, of_choice, of_unknown
+from ringattn.check.arguments import of_arguments, of_arrays, of_unknown
 from ringattn.check.attention import of_lengths, of_plan
 from ringattn.check.cache import drafts, of_filled, of_keys, of_parents, of_start, of_window
 from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, empty, form_of
-from ringattn.planning import Plan
+from ringattn.masks.numeric import of_choice
+from ringattn.masks.spec import AttentionSpec, raise_if, whole
+from ringattn.plans.plan import Plan
+from ringattn.plans.sizes import heads_problem
 from ringattn.serving import MOVES, exchange_over, exchange_way, keys_at_once
-from ringattn.sizes import heads_problem
-from ringattn.spec import AttentionSpec, raise_if, whole
 from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Score, problem_of, score_with
 from ringattn.torch.bind import key_of, remember

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.bands import Families, all_bands, bounds_at, families, joined
 from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
-from ringattn.layout import Layout, Shard, sorted_positions
+from ringattn.layouts.layout import Layout, Shard, sorted_positions
+from ringattn.masks.bands import Families, all_bands, bounds_at, families, joined
+from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.serving import Stripes
-from ringattn.spec import AttentionSpec, Docs
 from ringattn.steps.rank import Step, steps_of
 from ringattn.steps.reads import seen
 from ringattn.steps.table import build

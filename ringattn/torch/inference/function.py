@@ -21,10 +21,10 @@ from ringattn.comms.axis import Axis, Done, Pending, Slices
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, Streams, add_sinks, empty, merge_stack, packed, partial_of, unpacked
-from ringattn.layout import Layout
-from ringattn.planning import Plan
+from ringattn.layouts.layout import Layout
+from ringattn.masks.spec import AttentionSpec
+from ringattn.plans.plan import Plan
 from ringattn.serving import queries_at_once
-from ringattn.spec import AttentionSpec
 from ringattn.torch.attention.ring import with_next
 from ringattn.torch.attention.transfers import exchange_for
 from ringattn.torch.bind import CAUSAL, autocast

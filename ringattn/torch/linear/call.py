@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringattn.check.arguments import of_arguments, of_arrays, of_choice, of_returned, warn_of_exchanged
+from ringattn.check.arguments import of_arguments, of_arrays, of_returned, warn_of_exchanged
 from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs, ShapeAndDtype
 from ringattn.kernels.protocol import LinearKernel
-from ringattn.planning import Plan
-from ringattn.segments import BEFORE, choose, segments, uneven
-from ringattn.spec import Docs
+from ringattn.masks.numeric import of_choice
+from ringattn.masks.spec import Docs
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import BEFORE, choose, segments, uneven
 from ringattn.torch import agree
 from ringattn.torch.attention.ulysses import Real, cleared
 from ringattn.torch.bind import remember

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.linear.maps import Map
-from ringattn.planning import Plan
-from ringattn.segments import pieces, segments
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import pieces, segments
 from ringattn.torch.exchange import sent
 
 At = tuple[int, int]  # row of the batch, number of the segment in the order of the sequence

@@ -8,8 +8,8 @@ from torch import Tensor
 from ringattn.check.linear import returned_states
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
-from ringattn.segments import segments, uneven
-from ringattn.spec import Docs, raise_if
+from ringattn.masks.spec import Docs, raise_if
+from ringattn.plans.segments import segments, uneven
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.linear import function

@@ -27,10 +27,10 @@ from torch.nn import functional as F
 
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs, Map
-from ringattn.layout import Shard
-from ringattn.planning import Plan
-from ringattn.segments import pieces, segments, uneven
-from ringattn.spec import Docs
+from ringattn.layouts.layout import Shard
+from ringattn.masks.spec import Docs
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import pieces, segments, uneven
 from ringattn.torch.exchange import hop
 from ringattn.torch.linear.chains import Chains, Coming
 from ringattn.torch.linear.states import Flight

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.arrays import accumulator
-from ringattn.planning import Plan
-from ringattn.spec import Docs
+from ringattn.masks.spec import Docs
+from ringattn.plans.plan import Plan
 from ringattn.torch.agree import agree_in_backward
 from ringattn.torch.attention.ulysses import cleared
 from ringattn.torch.bind import autocast, traced

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.planning import Plan
-from ringattn.segments import order, segments, uneven
-from ringattn.spec import Docs
+from ringattn.masks.spec import Docs
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import order, segments, uneven
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.exchange import Exchange
 from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of, whole_on_one

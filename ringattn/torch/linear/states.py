@@ -3,7 +3,7 @@
     B batch   P segments per rank   H heads   K key dim   V value dim
 
 A rank holds one segment, or two that are apart (zigzag). The bytes that travel do not depend on the sequence's length.
-The ways to exchange states are those of ringattn.segments.
+The ways to exchange states are those of ringattn.plans.segments.
 
 In backward the gradient of the state takes the same way in reverse, by other maps. Ulysses ranks hold consecutive
 pieces of one ring shard: they gather among themselves first, and then all of them pass states around the ring.
@@ -19,8 +19,8 @@ from torch import Tensor
 from ringattn.comms.axis import Axis
 from ringattn.comms.scan import Relay, add_up, broadcast
 from ringattn.kernels.linear.maps import Map
-from ringattn.planning import Plan
-from ringattn.segments import Place, Way, order, passes, segments
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import Place, Way, order, passes, segments
 
 State = Tensor | None  # None is a state of zero, and costs no launches
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from ringattn.kernels import Kernel, Problem
 from ringattn.kernels.attention import pallas
-from ringattn.mask import Mask, table_of
-from ringattn.steps.recipe import Recipe
+from ringattn.plans.mask import Mask, table_of
+from ringattn.plans.recipe import Recipe
 
 
 class Rotation(NamedTuple):

@@ -14,14 +14,14 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ringattn.cost import MOST_GROUPS, Shape, exchanged, groups_of, heads_of_group, may_group
-from ringattn.layout import MAKERS, Layout
-from ringattn.machine import Link, Machine, assumed
-from ringattn.ranks import NOT_HERE, Ranks
-from ringattn.sizes import blocks_of, groups_problem, heads_of, heads_problem, size_of
-from ringattn.spec import AttentionSpec, Docs, raise_if
-from ringattn.transport import Transport
-from ringattn.values import Value, fields
+from ringattn.layouts.layout import MAKERS, Layout
+from ringattn.masks.spec import AttentionSpec, Docs, raise_if
+from ringattn.masks.values import Value, fields
+from ringattn.plans.cost import MOST_GROUPS, Shape, exchanged, groups_of, heads_of_group, may_group
+from ringattn.plans.machine import Link, Machine, assumed
+from ringattn.plans.ranks import NOT_HERE, Ranks
+from ringattn.plans.sizes import blocks_of, groups_problem, heads_of, heads_problem, size_of
+from ringattn.plans.transport import Transport
 
 STRATEGIES = ("ring", "gather", "ulysses")
 LAST = 2**31 - 1  # JAX's positions are int32

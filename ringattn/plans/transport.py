@@ -3,8 +3,8 @@
 from typing import Any
 
 from ringattn.comms.axis import TRANSPORTS
-from ringattn.sizes import size_of
-from ringattn.values import Value, fields
+from ringattn.masks.values import Value, fields
+from ringattn.plans.sizes import size_of
 
 ROUTES = ("direct", "relay", "levels")
 GRADS = ("input", "float32")

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.crossing import KINDS, Bands, of_slices, overlap
-from ringattn.numeric import LONGEST
-from ringattn.spec import Docs, untraced, whole
+from ringattn.masks.crossing import KINDS, Bands, of_slices, overlap
+from ringattn.masks.numeric import LONGEST
+from ringattn.masks.spec import Docs, untraced, whole
 
 
 class Sliced(Docs):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.bands import Work
+from ringattn.masks.bands import Work
 
 LONG = 0.6  # of a rank's work: a document of more, or of more than half of its tokens, is dealt before others
 PIECE = 0.75  # of a rank's work: the most that a piece of a long document has

@@ -5,16 +5,16 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ringattn import kernels
-from ringattn.cost import Shape
-from ringattn.explain import Option
 from ringattn.kernels.rates import key_of
-from ringattn.machine import ITEMS, Machine
-from ringattn.mask import Mask
-from ringattn.planning import Plan
-from ringattn.predict import Rates, predict
-from ringattn.spec import AttentionSpec, Docs
-from ringattn.steps.recipe import Recipe
-from ringattn.transport import Transport
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import Shape
+from ringattn.plans.explain import Option
+from ringattn.plans.machine import ITEMS, Machine
+from ringattn.plans.mask import Mask
+from ringattn.plans.plan import Plan
+from ringattn.plans.predict import Rates, predict
+from ringattn.plans.recipe import Recipe
+from ringattn.plans.transport import Transport
 
 # The time over that of the fastest, and the busiest rank's work over the mean, that make no difference: documents are
 # dealt out by tiles, and pairs are counted here.

@@ -12,16 +12,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ringattn.bands import work_of
-from ringattn.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.kernels import TABLE, Kernel, Problem, select
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.rates import FEW, mask_of
 from ringattn.kernels.sequences import sequences_of
-from ringattn.layout import Shard, to_local
-from ringattn.mask import Mask, reads_of, table_of
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.layouts.layout import Shard, to_local
+from ringattn.masks.bands import work_of
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank
+from ringattn.plans.mask import Mask, reads_of, table_of
+from ringattn.plans.plan import Plan
 from ringattn.steps.rank import Phase, Queries, Step, joined, places, steps_of
 
 LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.numeric import are_counts, rows_of, untraced
+from ringattn.masks.numeric import are_counts, rows_of, untraced
 
 Row = np.ndarray
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.cost import Course, Shape, heads_of_group, kv_heads_of_a_rank
-from ringattn.planning import Plan
-from ringattn.steps.recipe import LONG, are_kept, backward_order
+from ringattn.plans.cost import Course, Shape, heads_of_group, kv_heads_of_a_rank
+from ringattn.plans.plan import Plan
+from ringattn.plans.recipe import LONG, are_kept, backward_order
 
 THIN, ROWS = 1024, 32  # FlashAttention-4 leaves steps of so few keys to our kernel, which takes queries as so many rows
 CUT = 4096  # from so many queries on

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringattn.bands import work_of
-from ringattn.spec import AttentionSpec, Docs, whole
+from ringattn.masks.bands import work_of
+from ringattn.masks.spec import AttentionSpec, Docs, whole
 
 
 def balance(

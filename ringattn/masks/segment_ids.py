@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.kernels.arrays import is_jax
-from ringattn.spec import Docs, Row, is_traced, whole
+from ringattn.masks.spec import Docs, Row, is_traced, whole
 
 
 def docs_of(ids: Any, most: int | None, plan: Any, padding: int | None) -> Docs:
@@ -15,7 +14,7 @@ def docs_of(ids: Any, most: int | None, plan: Any, padding: int | None) -> Docs:
     if most is not None and (room is None or room < 1):
         raise ValueError(f"most={most!r}: the most documents of a row of the batch, a whole number of at least 1")
     if plan is not None:
-        ids = in_own_order(ids, plan)
+        ids = plan.unshard(ids)
     rows = ids if is_traced(ids) else np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     rows = rows[None] if rows.ndim == 1 else rows
     if rows.ndim != 2 or 0 in rows.shape or rows.dtype.kind not in "iu":
@@ -38,18 +37,6 @@ def traced_docs(ids: Any, most: int | None, padding: int | None) -> Docs:
         raise ValueError("these ids are traced (jit, grad, vmap): pass most=, the most documents of a row of the batch")
     starts = jax.vmap(partial(starts_of, most=most, padding=padding, xp=jnp))(ids)
     return Docs.bare(starts.astype(jnp.int32), ids.shape[1])
-
-
-def in_own_order(ids: Any, plan: Any) -> Any:
-    """Ids in the sequence's own order, from those in the plan's order; in shard_map from this device's."""
-    if plan.framework == "jax":
-        from ringattn.jax.sharding import is_local, reordered
-
-        if is_jax(ids) and is_local(plan):
-            for axis in (plan.ulysses_axis, plan.ring_axis):
-                ids = axis.all_gather(ids, 1).wait()
-            return reordered(ids, plan.tokens, 1, back=True)[:, : plan.seq_len]
-    return plan.unshard(ids)
 
 
 def starts_of(ids: Any, most: int, padding: int | None, xp: Any) -> Any:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringattn import kernels
-from ringattn.check.arguments import of_choice
-from ringattn.cost import Shape
 from ringattn.kernels import Problem
-from ringattn.machine import Machine
-from ringattn.planning import Plan
-from ringattn.predict import Cost
-from ringattn.spec import raise_if
+from ringattn.masks.numeric import of_choice
+from ringattn.masks.spec import raise_if
+from ringattn.plans.cost import Shape
+from ringattn.plans.machine import Machine
+from ringattn.plans.plan import Plan
+from ringattn.plans.predict import Cost
 
 ROWS = 10  # of the table
 UNITS = "ms", "ms", "ms", "ms", "MB", "ms", "MB", "GB"

@@ -11,10 +11,10 @@ predicted time; in the balanced layout maps of segments go to the ranks that con
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ringattn.layout import MAKERS, Shard
-from ringattn.machine import Link
-from ringattn.planning import Plan
-from ringattn.spec import raise_if
+from ringattn.layouts.layout import MAKERS, Shard
+from ringattn.masks.spec import raise_if
+from ringattn.plans.machine import Link
+from ringattn.plans.plan import Plan
 
 Place = tuple[int, int, int]  # ring rank, Ulysses rank, which of its segments
 

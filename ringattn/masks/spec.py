@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.numeric import LONGEST, are_counts, are_starts, rows_of
-from ringattn.numeric import Row as Row
-from ringattn.numeric import is_number as is_number
-from ringattn.numeric import is_traced as is_traced
-from ringattn.numeric import of_factor as of_factor
-from ringattn.numeric import raise_if as raise_if
-from ringattn.numeric import untraced as untraced
-from ringattn.numeric import whole as whole
-from ringattn.packing import branch_positions, parents_in, spans_in
-from ringattn.values import Value
+from ringattn.masks.numeric import LONGEST, are_counts, are_starts, rows_of
+from ringattn.masks.numeric import Row as Row
+from ringattn.masks.numeric import is_number as is_number
+from ringattn.masks.numeric import is_traced as is_traced
+from ringattn.masks.numeric import of_factor as of_factor
+from ringattn.masks.numeric import raise_if as raise_if
+from ringattn.masks.numeric import untraced as untraced
+from ringattn.masks.numeric import whole as whole
+from ringattn.masks.packing import branch_positions, parents_in, spans_in
+from ringattn.masks.values import Value
 
 
 class AttentionSpec(Value):
@@ -218,7 +218,7 @@ class Docs:
         >>> Docs.from_segment_ids([7, 7, 7, 9, 9, 0]).starts.tolist()
         [[0, 3, 5]]
         """
-        from ringattn.segment_ids import docs_of
+        from ringattn.masks.segment_ids import docs_of
 
         return docs_of(ids, most, plan, padding)
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.bands import work_of
-from ringattn.dealing import deal
-from ringattn.spec import AttentionSpec, Docs, raise_if
+from ringattn.layouts.dealing import deal
+from ringattn.masks.bands import work_of
+from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 
 Shard = tuple[range, ...]
 FEW = 4  # ranges: of more of them, which do not interleave, the one of a position is looked up

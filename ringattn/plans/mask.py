@@ -5,10 +5,10 @@ from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
-from ringattn.bands import Bands, Families, Runs, all_bands, families
-from ringattn.layout import Shard, count_below, sorted_positions
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.layouts.layout import Shard, count_below, sorted_positions
+from ringattn.masks.bands import Bands, Families, Runs, all_bands, families
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.plan import Plan
 from ringattn.steps.reads import Reads, seen, union
 from ringattn.steps.table import Table, build
 

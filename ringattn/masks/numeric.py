@@ -3,6 +3,7 @@
 import math
 import operator
 import sys
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -48,6 +49,13 @@ def of_factor(name: str, value: Any, default: str = "None") -> str | None:
     if not 1e-18 <= number <= 1e18:
         return f"{name}={value!r}: scores are computed in float32; pass a number from 1e-18 to 1e18, or {default}"
     return None
+
+
+def of_choice(name: str, value: Any, choices: Sequence[str]) -> str | None:
+    """The problem with a word that must be one of these."""
+    if isinstance(value, str) and value in choices:
+        return None
+    return f"{name}={value!r}: choose one of {', '.join(choices)}"
 
 
 def are_starts(starts: Row, length: int) -> bool:

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.bands import work_of
-from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
-from ringattn.machine import Link, Machine
-from ringattn.planning import Plan
-from ringattn.predict import BACKWARD, EXACT, MEASURED, Rates, Spread, across, behind, course, growing
-from ringattn.sharing import ALONE, LONG, Clock, on_links
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.bands import work_of
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
+from ringattn.plans.machine import Link, Machine
+from ringattn.plans.plan import Plan
+from ringattn.plans.predict import BACKWARD, EXACT, MEASURED, Rates, Spread, across, behind, course, growing
+from ringattn.plans.sharing import ALONE, LONG, Clock, on_links
 
 SLOW = re.compile(r"(rank|host)(\d+):(\d+\.?\d*|\.\d+)")
 MOST = 16384  # ranks of a ring: it takes a minute, and a gigabyte of pairs

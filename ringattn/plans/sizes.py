@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ringattn.cost import heads_of_group, may_group
-from ringattn.numeric import LONGEST
-from ringattn.spec import whole
+from ringattn.masks.numeric import LONGEST
+from ringattn.masks.spec import whole
+from ringattn.plans.cost import heads_of_group, may_group
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIZES = {

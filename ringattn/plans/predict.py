@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.bands import all_bands
-from ringattn.cost import Course, Shape, kv_heads_of_a_rank, queries_seeing, replicas, seen_pairs, shards
-from ringattn.footprint import bound, peak
-from ringattn.layout import Layout
-from ringattn.machine import Machine
-from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.layouts.layout import Layout
+from ringattn.masks.bands import all_bands
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import Course, Shape, kv_heads_of_a_rank, queries_seeing, replicas, seen_pairs, shards
+from ringattn.plans.footprint import bound, peak
+from ringattn.plans.machine import Machine
+from ringattn.plans.plan import Plan
+from ringattn.plans.recipe import see_mostly_own
 from ringattn.steps.reads import Reads, seen
-from ringattn.steps.recipe import see_mostly_own
 from ringattn.steps.table import travelling as travelled
 
 EXACT, SOME = 64, 12  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks

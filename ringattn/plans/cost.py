@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.bands import all_bands
-from ringattn.layout import Layout, Shard
-from ringattn.machine import Link, Machine
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.layouts.layout import Layout, Shard
+from ringattn.masks.bands import all_bands
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.machine import Link, Machine
 from ringattn.steps.reads import AllRanges, all_ranges, overlaps
 
 

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.crossing import EMPTY, Row, between, common, continued, of_slices, within
-from ringattn.crossing import Bands as Bands
-from ringattn.crossing import joined as joined
-from ringattn.numeric import LONGEST
-from ringattn.packing import depths
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.masks.crossing import EMPTY, Row, between, common, continued, of_slices, within
+from ringattn.masks.crossing import Bands as Bands
+from ringattn.masks.crossing import joined as joined
+from ringattn.masks.numeric import LONGEST
+from ringattn.masks.packing import depths
+from ringattn.masks.spec import AttentionSpec, Docs
 
 Families = tuple[tuple[Bands, ...], ...]  # [family][row]
 

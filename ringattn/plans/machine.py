@@ -1,6 +1,6 @@
 """A description of a machine: what a GPU computes, what its memory holds, and how fast the links are.
 
-A description is a small TOML file (`ringattn/machines/`, or your own): SI units, bytes and seconds, rates in TFLOP/s.
+A description is a small TOML file (`machines/`, or your own): SI units, bytes and seconds, rates in TFLOP/s.
 `load` reads one by its name or path, and names what is missing, misspelt or absurd. Plans and the simulator take
 nothing else: no number of a machine stands in code.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.values import Value, fields
+from ringattn.masks.values import Value, fields
 
 SHIPPED = Path(__file__).parent / "machines"
 OWN = Path.home() / ".cache" / "ringattn" / "machine.toml"  # written by `ringattn calibrate`
@@ -227,7 +227,7 @@ def parsed(path: Path) -> dict[str, Any]:
 
 
 def load(machine: "str | Path | Machine") -> Machine:
-    """The description of this name (`ringattn/machines/`), or in this file."""
+    """The description of this name (`ringattn/plans/machines/`), or in this file."""
     if isinstance(machine, Machine):
         return machine
     path = path_of(machine)
