@@ -148,8 +148,8 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         raise ValueError(f"{ranks} ranks; a plan is made for {RANKS} at most")
     machine = None if options.machine is None else load(options.machine)
     if options.hosts and options.sequence is None and ranks == 1:
-        gpus = (of_device(options.device) if machine is None else machine).gpus
-        return planned(replace(options, sequence=options.hosts * gpus), spec, docs)
+        each = (of_device(options.device) if machine is None else machine).gpus
+        return planned(replace(options, sequence=options.hosts * each), spec, docs)
     if options.hosts is not None and ranks % options.hosts:
         raise ValueError(f"hosts={options.hosts} do not divide {ranks} ranks; hosts have equally many of them")
     gpus = ranks // options.hosts if options.hosts else None
