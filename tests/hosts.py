@@ -32,9 +32,9 @@ from ringattn.launch.bench import plans, table
 from ringattn.launch.commands import calibrate
 from ringattn.launch.rows import Row, read
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import FEATURES
 from ringattn.launch.words import option
 from ringattn.plans.machine import Machine
+from tests.cases import FEATURES, errors
 
 ROOT = Path(__file__).parent.parent
 BRIDGE, PREFIX = "ringattn-switch", "ringattn-host"
@@ -162,7 +162,7 @@ def inexact(hosts: int) -> list[str]:
             case = replace(case, ring=ranks // ulysses, ulysses=ulysses, strategy=strategy)
             given = oracle.inputs(case, torch.float32)
             found, truth = oracle.run(case, mesh, given, **how), oracle.dense(case, given)
-            worst = max([worst, *oracle.errors(case, mesh, found, truth).values()])
+            worst = max([worst, *errors(case, mesh, found, truth).values()])
         every = messages.gather(worst)
         if dist.get_rank() == 0:
             print(f"{hosts} hosts, {way}: off by {max(every):.1e}", flush=True)

@@ -15,7 +15,7 @@ from ringattn.comms.local import LocalAxis
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels.attention import tiled
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import FEATURES, Case
+from ringattn.launch.verify.cases import Case
 from ringattn.masks.spec import AttentionSpec
 from ringattn.plans import recipe
 from ringattn.plans.mask import Mask, table_of
@@ -23,7 +23,8 @@ from ringattn.plans.transport import Transport
 from ringattn.torch import agree
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.ulysses import summed
-from tests.cases import BALANCED, CASES, PLACES, large_scores
+from tests.cases import BALANCED, CASES, FEATURES, PLACES, large_scores
+from tests.cases import errors as errors_of
 
 LIMIT = 2e-6
 
@@ -37,7 +38,7 @@ def check(
 
     def one_rank(mesh):
         outputs = oracle.run(case, mesh, given, **choices)
-        return oracle.errors(case, mesh, outputs, truth), outputs.get("dsinks")
+        return errors_of(case, mesh, outputs, truth), outputs.get("dsinks")
 
     results = run_ranks(one_rank, ring=case.ring, ulysses=case.ulysses)
     for rank, (errors, _) in enumerate(results):
@@ -55,7 +56,7 @@ def ways(strategy: str, ulysses: bool) -> list[int]:
 
 
 # Each feature meets each strategy, alone and beside Ulysses, and each layout; all features at once meet every place.
-# `ringattn verify` runs every feature on every place.
+# `ringattn verify` draws the others.
 FOUR = [
     some
     for some in product(ways("ring", False), ways("gather", False), ways("ulysses", True),
@@ -209,7 +210,7 @@ def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
         axes = [mesh.axis(name) for name in ("ring", "ulysses") if mesh.sizes[name] > 1]
         whole, before = oracle.run(case, mesh, given, "tiled", groups=1), sent(axes)
         grouped = oracle.run(case, mesh, given, "tiled", groups=groups)
-        return whole, grouped, before, sent(axes) - before, oracle.errors(case, mesh, grouped, truth)
+        return whole, grouped, before, sent(axes) - before, errors_of(case, mesh, grouped, truth)
 
     results = run_ranks(one_rank, ring=case.ring, ulysses=case.ulysses)
     for rank, (whole, grouped, before, more, errors) in enumerate(results):

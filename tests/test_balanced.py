@@ -16,13 +16,14 @@ import ringattn as ra
 import ringattn.layouts.layout as layout_module
 from ringattn.comms.local import run
 from ringattn.launch import words
-from ringattn.launch.verify.cases import FULL, Case
+from ringattn.launch.verify.cases import Case
 from ringattn.layouts.dealing import deal
 from ringattn.layouts.layout import Layout
 from ringattn.masks.bands import Work, families, joined
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.ranks import Ranks
 from ringattn.torch.handles import of_text
+from tests.cases import FULL
 
 
 def mix(tokens, kind, rng):

@@ -15,7 +15,7 @@ from test_roll import expected
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import FULL, Case
+from ringattn.launch.verify.cases import Case
 from ringattn.layouts.layout import Layout, count_below, positions_of
 from ringattn.masks.bands import bounds
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -26,6 +26,7 @@ from ringattn.plans.ranks import Ranks
 from ringattn.plans.recipe import Recipe
 from ringattn.torch.attention.compiled import attention_op
 from ringattn.torch.handles import of_text
+from tests.cases import FULL
 
 parts = st.lists(st.integers(0, 3), min_size=1, max_size=9).filter(any)
 names = st.sampled_from(["contiguous", "zigzag"])

@@ -23,11 +23,11 @@ from ringattn.kernels.attention.libraries import jax_cudnn  # noqa: E402
 from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
 from ringattn.kernels.partial import empty  # noqa: E402
 from ringattn.launch.verify import oracle  # noqa: E402
-from ringattn.launch.verify.cases import FEATURES, Case  # noqa: E402
+from ringattn.launch.verify.cases import Case  # noqa: E402
 from ringattn.masks.bands import bounds  # noqa: E402
 from ringattn.plans.mask import Mask  # noqa: E402
 from ringattn.plans.ranks import Ranks  # noqa: E402
-from tests.cases import CASES  # noqa: E402
+from tests.cases import CASES, FEATURES  # noqa: E402
 
 LIMIT = 5e-6
 PLACES = len(CASES) // len(FEATURES)
@@ -41,7 +41,7 @@ SOME += [case for case in CASES if case.name == "all_at_once" and case not in SO
 
 
 def plan_of(case: Case):
-    mesh = rj.init_mesh(ring=case.ring, ulysses=case.ulysses, devices=jax.devices()[: case.ranks])
+    mesh = rj.init_mesh(ring=case.ring, ulysses=case.ulysses, devices=jax.devices()[: case.ring * case.ulysses])
     return ra.plan(
         mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy, layout=case.layout,
     )  # fmt: skip

@@ -20,10 +20,10 @@ from ringattn.jax.attention.function import LSE, OUT  # noqa: E402
 from ringattn.jax.attention.steps import global_bounds  # noqa: E402
 from ringattn.kernels import Problem  # noqa: E402
 from ringattn.kernels.attention.libraries import jax_cudnn  # noqa: E402
-from ringattn.launch.verify.cases import FEATURES  # noqa: E402
 from ringattn.masks.bands import bounds_at, families  # noqa: E402
 from ringattn.plans.mask import Mask  # noqa: E402
 from ringattn.plans.spmd import route_of  # noqa: E402
+from tests.cases import FEATURES  # noqa: E402
 
 LIMIT = 5e-6
 FITS_CUDNN = Problem("cuda", "bfloat16", 128, 128, heads=8, kv_heads=2, rectangles=True, arch=(9, 0))

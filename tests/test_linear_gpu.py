@@ -8,10 +8,10 @@ import torch
 
 import ringattn as ra
 from ringattn.launch.processes import run
-from ringattn.launch.verify.linear_oracle import inputs, truth
 from ringattn.plans.segments import WAYS
 from ringattn.torch.linear import call as linear
 from tests.linear_errors import errors, worst
+from tests.linear_oracle import inputs, truth
 from tests.test_gpu import backend_for
 
 pytestmark = pytest.mark.gpu

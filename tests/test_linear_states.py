@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
-from ringattn.launch.verify.linear_oracle import LEAVES, B, docs_of, inputs, states_of, truth
 from ringattn.launch.verify.oracle import error
 from ringattn.plans.segments import WAYS
 from ringattn.torch.linear.documents import LEVEL, row_length
 from tests.linear_errors import errors, worst
+from tests.linear_oracle import LEAVES, B, docs_of, inputs, states_of, truth
 
 T = 61  # a prime: no number of ranks divides it
 LONG = 557  # fragments of several chunks, which are cut into several rows

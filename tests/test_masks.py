@@ -22,7 +22,7 @@ from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.total import in_dtype
 from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import FEATURES, Case
+from ringattn.launch.verify.cases import Case
 from ringattn.masks.bands import Work, bounds_at, families, joined
 from ringattn.masks.slices import Mask as Slices
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -31,6 +31,7 @@ from ringattn.plans.mask import Mask, reads_of
 from ringattn.plans.plan import Plan
 from ringattn.plans.recipe import Sight
 from ringattn.torch.handles import docs_of, of_text, starts_of
+from tests.cases import FEATURES
 
 KINDS = "full", "causal", "inverse", "both"
 
@@ -122,13 +123,13 @@ def check_counted(plan: Plan, spec: AttentionSpec, docs: Any, words: np.ndarray)
 @given(sliced())
 def test_slices_mask_by_their_kinds_within_the_window_and_overlapping_ones_are_refused(case):
     every = replace(case, spec=AttentionSpec())
-    masks = [oracle.in_slices(replace(every, slices=[single])).int() for single in case.slices]
+    masks = [oracle.visible(replace(every, slices=[single]), 0).int() for single in case.slices]
     if (sum(masks) > 1).any():
         with pytest.raises(ValueError, match="slices overlap: queries"):
             _ = case.mask
         return
     words = rows_of(families(case.spec, 24, docs=case.mask), 24, 1)
-    np.testing.assert_array_equal(words[0], oracle.in_slices(case))
+    np.testing.assert_array_equal(words[0], oracle.visible(case, 0))
     for layout in ("zigzag", "striped", "balanced"):
         dealt = {"docs": case.mask} if layout == "balanced" else {}
         check_counted(Plan(24, 3, layout=layout, **dealt), case.spec, case.mask, words)

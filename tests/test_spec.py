@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.jax.attention.steps import global_bounds
-from ringattn.launch.verify.cases import FEATURES
 from ringattn.layouts.layout import LAYOUTS, to_local
 from ringattn.masks.bands import bounds, bounds_at, families, intervals
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -21,6 +20,7 @@ from ringattn.plans.mask import Mask, reads_of
 from ringattn.plans.plan import Plan
 from ringattn.plans.transport import Transport
 from ringattn.torch.attention.steps import below, bounds_on, local, on_device, spread_on
+from tests.cases import FEATURES
 
 CPU = torch.device("cpu")
 

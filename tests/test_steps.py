@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import FEATURES, FULL, Case
+from ringattn.launch.verify.cases import Case
 from ringattn.layouts.layout import LAYOUTS, Layout
 from ringattn.masks.bands import all_bands, bounds
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -24,7 +24,7 @@ from ringattn.steps.rank import steps_of
 from ringattn.steps.reads import GRAINS, Reads, seen
 from ringattn.steps.table import build, grouped
 from ringattn.torch.attention.steps import score_with
-from tests.cases import BALANCED, CASES
+from tests.cases import BALANCED, CASES, FEATURES, FULL
 
 LENGTH = 8  # of a block
 seen_of = st.sets(st.integers(0, LENGTH - 1)) | st.just(set()) | st.just(set(range(LENGTH)))
@@ -195,13 +195,19 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
 
 
 RINGS = [c for c in (*CASES, *BALANCED) if c.ulysses == 1 and c.strategy == "ring" and "cross" not in c.name]
-NAMES, AT = list(dict.fromkeys(c.name for c in RINGS)), list(dict.fromkeys(c.table_row for c in RINGS))
+
+
+def place_of(case):
+    return case.ring, case.ulysses, case.strategy, case.layout
+
+
+NAMES, AT = list(dict.fromkeys(c.name for c in RINGS)), list(dict.fromkeys(map(place_of, RINGS)))
 
 
 @pytest.mark.parametrize(
     ("case", "route"),  # a third: every case goes by each route, and at every place some do
     [(c, route) for c in RINGS for i, route in enumerate(("direct", "relay", "levels"))
-     if (NAMES.index(c.name) + AT.index(c.table_row) + i) % 3 == 0
+     if (NAMES.index(c.name) + AT.index(place_of(c)) + i) % 3 == 0
      and (route != "levels" or c.layout in ("zigzag", "balanced"))],
     ids=str,
 )  # fmt: skip

@@ -23,10 +23,11 @@ from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.comms.watch import Watch
 from ringattn.kernels import TABLE
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import FEATURES
 from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.steps.rank import steps_of
 from ringattn.torch.attention.transfers import exchange_for
+from tests.cases import FEATURES
+from tests.cases import errors as errors_of
 from tests.test_comms import exercise
 
 
@@ -339,7 +340,7 @@ def test_attention_equals_dense_float64(name, together, slot):
 
     def one_rank(axis):
         mesh = SharedMesh(axis)
-        return oracle.errors(case, mesh, oracle.run(case, mesh, given, together=together), truth)
+        return errors_of(case, mesh, oracle.run(case, mesh, given, together=together), truth)
 
     for rank, errors in enumerate(on_ranks(one_rank, axes(4))):
         assert max(errors.values()) < 2e-6, f"rank {rank}: {errors}"

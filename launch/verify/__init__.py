@@ -1,6 +1,5 @@
-"""`ringattn verify`: command.py runs cases.py, or calls drawn at random (drawn.py), against float64.
+"""`ringattn verify`: command.py compares random calls (drawn.py) with their definitions in float64 (oracle.py).
 
-oracle.py, linear_oracle.py   attention and linear attention by their definitions
-model.py                      a transformers model over ranks beside itself on one rank
-rounding.py                   how far a single element may be off
+cases.py     one call with every argument, on torch or, on devices.py, on JAX arrays
+model.py     a transformers model over ranks beside itself on one rank
 """

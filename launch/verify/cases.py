@@ -1,9 +1,10 @@
-"""One list of cases: `ringattn verify` runs them everywhere, the tests where tests/cases.py puts them."""
+"""One call over ranks: attention, linear attention, or the steps of a cache, with every public argument."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any
 
-from torch import Tensor
+import numpy as np
 
 import ringattn as ra
 from ringattn.masks.slices import Mask
@@ -11,31 +12,19 @@ from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.masks.values import fields
 from ringattn.plans.transport import Transport
 
+HEAD = "name", "ring", "ulysses", "strategy", "layout", "seed"
+Step = tuple[str, Any, dict[str, Any]]  # what is done with a cache, with how many tokens, and further words
+
 
 @dataclass(frozen=True)
-class Placed:
-    """One call over ring x ulysses ranks."""
+class Case:
+    """B batch rows of T tokens, with H query heads and G key heads of D and V numbers, over ring x ulysses ranks."""
 
-    name: str
+    name: str = "attention"  # or cache, linear
     ring: int = 4
     ulysses: int = 1
     strategy: str = "ring"
     layout: str = "zigzag"
-
-    @property
-    def table_row(self) -> str:
-        """The row of a table that it belongs to."""
-        return f"{self.ring:>4} {self.ulysses:>7} {self.strategy:<8} {self.layout:<12}"
-
-    def __str__(self) -> str:
-        return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
-
-
-@dataclass(frozen=True)
-class Case(Placed):
-    """One attention call."""
-
-    outputs: ClassVar = ("out", "lse")
     spec: AttentionSpec = field(default_factory=AttentionSpec)
     seq_len: int = 61  # a prime: no number of ranks divides it
     key_len: int | None = None
@@ -44,47 +33,80 @@ class Case(Placed):
     head_dim: int = 8
     value_dim: int = 8
     batch: int = 2
-    lengths: Any = None  # of packed documents
-    key_lengths: Any = None
+    lengths: Any = None  # of packed documents, in all rows, or a list for each row
+    key_lengths: Any = None  # of those of the keys, if keys are another sequence
+    aligned: Any = "end"  # where these are given
     sinks: bool = False
     dealt: Any = None  # lengths of documents that the plan lays out; see laid_out
     prefix: Any = None  # of each document
     spans: Any = None
     parents: Any = None  # of the documents, as segments of trees
     slices: Any = None  # (queries, keys, kind) each
+    made: str = "lengths"  # how documents are given: also cu_seqlens, segment_ids; a mask as mask or docs
+    kernel: str = "auto"
+    plan: dict[str, Any] = field(default_factory=dict)  # further words of ra.plan and of a Transport
+    words: dict[str, Any] = field(default_factory=dict)  # of linear attention
+    gate: str | None = None  # head, channel
+    beta: bool = False  # the delta rule
+    state: str | None = None  # before each "row" or "document"
+    steps: tuple[Step, ...] = ()
+    block: int = 16  # of a cache
+    seed: int = 0
+    dtype: str = "float32"
+    powers: dict[str, float] = field(default_factory=dict)  # of 10, for each input
+    grads: tuple[str, ...] = ("dout", "dlse", "dend")  # which gradients come back
+    frozen: tuple[str, ...] = ()  # inputs that need no gradient
+    elsewhere: int | None = None  # the plan is made for this length, and then for that of the call
+    explicit: bool = False  # in JAX, the axes of the mesh
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
 
     @property
-    def ranks(self) -> int:
-        return self.ring * self.ulysses
+    def text(self) -> str:
+        """All that it does not have by default."""
+        own, default = vars(self), vars(Case())
+        return ", ".join([str(self), *(f"{n}={x}" for n, x in own.items() if x != default[n] and n not in HEAD)])
 
     @property
-    def docs(self) -> Docs | None:
-        if self.parents is not None:
-            return Docs.tree(self.lengths, self.parents, pad_to=self.seq_len)
-        if self.lengths is None:
-            return None
-        return Docs.from_lengths(self.lengths, pad_to=self.seq_len, prefix=self.prefix, spans=self.spans)
+    def linear(self) -> bool:
+        return self.name.startswith("linear")
 
     @property
-    def mask(self) -> Mask | None:
-        if self.slices is None:
-            return None
-        q_ranges, k_ranges, kinds = zip(*self.slices, strict=True)
-        return Mask.from_slices(q_ranges, k_ranges, kinds, self.seq_len)
+    def keys(self) -> int:
+        return self.seq_len if self.key_len is None else self.key_len
 
     @property
-    def align(self) -> Literal["end"] | None:
-        """Where queries and keys are different documents, they end at one position."""
-        return "end" if self.key_lengths else None
-
-    @property
-    def key_docs(self) -> Docs | None:
-        return None if self.key_lengths is None else Docs.from_lengths(self.key_lengths, pad_to=self.key_len)
+    def align(self) -> Any:
+        return None if self.key_lengths is None else self.aligned
 
     @property
     def crossed(self) -> bool:
         """Whether keys are a sequence of another length, which some layouts refuse."""
-        return self.key_len not in (None, self.seq_len)
+        return self.keys != self.seq_len
+
+    @property
+    def docs(self) -> Docs | None:
+        if self.lengths is None:
+            return None
+        rows = [list(row) for row in (self.lengths if isinstance(self.lengths[0], list) else [self.lengths])]
+        if self.parents is not None:
+            return Docs.tree(self.lengths, self.parents, pad_to=self.seq_len)
+        if self.made == "cu_seqlens":
+            return Docs.from_cu_seqlens([[0, *np.cumsum(row).tolist()] for row in rows], pad_to=self.seq_len)
+        if self.made == "segment_ids":
+            ids = [np.repeat(np.arange(1, len(row) + 1), row) for row in rows]
+            return Docs.from_segment_ids([[*x.tolist(), *[0] * (self.seq_len - len(x))] for x in ids])
+        one_row = rows[0] if len(rows) == 1 else rows
+        return Docs.from_lengths(one_row, pad_to=self.seq_len, prefix=self.prefix, spans=self.spans)
+
+    @property
+    def mask(self) -> Mask | None:
+        return None if self.slices is None else Mask.from_slices(*zip(*self.slices, strict=True), self.seq_len)
+
+    @property
+    def key_docs(self) -> Docs | None:
+        return None if self.key_lengths is None else Docs.from_lengths(self.key_lengths, pad_to=self.keys)
 
     @property
     def laid_out(self) -> Docs | None:
@@ -95,81 +117,81 @@ class Case(Placed):
         return docs.first if self.layout == "balanced" and docs is not None else None
 
     @property
+    def outputs(self) -> tuple[str, str]:
+        return ("out", "end") if self.linear else ("out", "lse")
+
+    @property
+    def by_document(self) -> bool:
+        """Whether linear attention returns a state of each document."""
+        return self.state == "document" or self.words.get("return_state") == "documents"
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The inputs of its call."""
+        rule = ("g",) * (self.gate is not None) + ("beta",) * self.beta + ("state",) * (self.state is not None)
+        return ("q", "k", "v", *(rule if self.linear else ("sinks",) * self.sinks))
+
+    @property
     def leaves(self) -> tuple[str, ...]:
         """The inputs that get gradients."""
-        return ("q", "k", "v", *["sinks"] * self.sinks)
+        return tuple(n for n in self.arguments if n not in self.frozen)
 
     def plan_on(self, mesh: Any, kernel: str = "auto", **choices: Any) -> Any:
         """Its plan; of `choices`, what a Transport has goes into one."""
-        how = {name: choices.pop(name) for name in fields(Transport) if name in choices}
-        plan = ra.plan(mesh, seq_len=self.seq_len, key_len=self.key_len, spec=self.spec, strategy=self.strategy,
-                       layout=self.layout, kernel=kernel, transport=Transport(**how), **choices)  # fmt: skip
-        return plan if self.laid_out is None else plan.for_docs(self.laid_out)
+        words: dict[str, Any] = {"layout": self.layout, **self.plan, **choices}
+        how = {name: words.pop(name) for name in fields(Transport) if name in words}
+        if not self.linear:
+            words |= {"strategy": self.strategy, "spec": self.spec, "kernel": kernel}
+        length = self.elsewhere or self.seq_len
+        plan = ra.plan(mesh, seq_len=length, key_len=self.key_len, transport=Transport(**how), **words)
+        laid_out = self.laid_out if self.dealt is not None or plan.layout == "balanced" else None
+        if laid_out is not None:
+            return plan.for_docs(laid_out)
+        return plan if length == self.seq_len else plan.for_length(self.seq_len, self.key_len)
 
     def call(self, plan: Any, x: dict[str, Any], kernel: str = "auto") -> tuple[Any, Any]:
-        """The call itself, on tensors of torch or JAX; its plan has the kernel."""
-        return ra.attention(
-            x["q"], x["k"], x["v"], plan, spec=self.spec, docs=self.docs, key_docs=self.key_docs, align=self.align,
-            mask=self.mask, sinks=x.get("sinks"), return_lse=True,
+        """The call itself, on tensors of torch or JAX; attention's plan has the kernel."""
+        if self.linear:
+            words = {"kernel": kernel, "return_state": True, **self.words}
+            return ra.linear_attention(x["q"], x["k"], x["v"], x.get("g"), plan, beta=x.get("beta"), docs=self.docs,
+                                       initial_state=x.get("state"), **words)  # fmt: skip
+        masked = {"docs": self.mask or self.docs} if self.made == "docs" else {"docs": self.docs, "mask": self.mask}
+        return ra.attention(x["q"], x["k"], x["v"], plan, spec=self.spec, key_docs=self.key_docs, align=self.align,
+                            sinks=x.get("sinks"), return_lse=True, **masked)  # fmt: skip
+
+    @property
+    def tokens(self) -> list[Any]:
+        """Of each step of a cache: which tokens [B, n] it appends and asks for."""
+        lengths, every = np.zeros(self.batch, int), []
+        for do, n, _ in self.steps:
+            every.append(lengths[:, None] + np.arange(0 if do == "back" else n))
+            lengths = np.array(n) if do == "back" else lengths + n
+        return every
+
+    def pieces(
+        self,
+        plan: Any,
+        given: dict[str, Any],
+        array: Callable[[Any], Any] = lambda x: x,
+        shard: Callable[..., Any] = lambda plan, *x: map(plan.shard, x),
+        unshard: Callable[[Any, Any], Any] = lambda plan, x: plan.unshard(x),
+    ) -> Iterator[Any]:
+        """What the steps of a cache give, on tensors of torch or JAX, where a call returns a new cache too."""
+        cache: Any = ra.KVCache.allocate(
+            plan, batch=self.batch, max_len=self.seq_len, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            value_dim=self.value_dim, dtype=given["q"].dtype, window=self.spec.behind, block=self.block,
+            room=max(n for do, n, _ in self.steps if do != "back"),
         )  # fmt: skip
-
-
-class Truth(NamedTuple):
-    """What goes into a case, what must come out, how far its elements may be off, and how far each whole result."""
-
-    given: dict[str, Any]
-    exact: dict[str, Tensor]
-    allowed: dict[str, Tensor]
-    limits: dict[str, float]
-    by_element: bool = False  # whether only elements count, those of each result on their own
-
-
-FULL = AttentionSpec(causal=False)
-
-# What can be computed on any layout, strategy and mesh.
-FEATURES = (
-    Case("causal"),
-    Case("full", spec=FULL),
-    Case("window", spec=AttentionSpec(window=11)),
-    Case("window_one", spec=AttentionSpec(window=1)),
-    Case("softcap", spec=AttentionSpec(softcap=2.0, scale=0.7)),
-    Case("docs", lengths=[20, 0, 11, 30]),
-    Case("docs_rows", lengths=[[20, 0, 11, 30], [1, 2, 50]], sinks=True),
-    Case("docs_full_window", spec=AttentionSpec(window=7, softcap=3.0), lengths=[[3] * 20, [33, 28]]),
-    Case("docs_padded", lengths=[[20, 0, 11], [5]]),
-    Case("sinks", sinks=True),
-    Case("multi_query", heads=8, kv_heads=1),
-    Case("value_dim", head_dim=8, value_dim=12),
-    Case("cross", spec=FULL, key_len=37, sinks=True),
-    Case("cross_docs", spec=FULL, key_len=37, lengths=[20, 11, 30], key_lengths=[5, 0, 32]),
-    Case("cross_docs_alike", spec=FULL, key_len=61, lengths=[20, 0, 11], key_lengths=[5, 50, 6]),
-    Case("cross_docs_causal", spec=AttentionSpec(window=13), key_len=67, lengths=[[20, 11, 25], [1, 40]],
-         key_lengths=[[30, 0, 14], [9, 58]], sinks=True),
-    Case("short", seq_len=3),
-    Case("even", seq_len=64),
-    Case("all_at_once", spec=AttentionSpec(window=13, softcap=5.0, scale=0.3), lengths=[[30, 31], [9, 52]], sinks=True,
-         heads=8, kv_heads=4, value_dim=12),
-    Case("both_sides", spec=AttentionSpec(causal=False, window=(6, 3))),
-    Case("both_sides_packed", spec=AttentionSpec(causal=False, window=(2, 17), first=3), sinks=True,
-         lengths=[[20, 0, 11, 30], [1, 2, 50]]),
-    Case("chunks", spec=AttentionSpec(chunk=9)),
-    Case("chunks_packed", spec=AttentionSpec(chunk=8, window=5, first=2, softcap=3.0), lengths=[20, 0, 11, 26],
-         sinks=True, heads=8),
-    Case("chunks_full", spec=AttentionSpec(causal=False, chunk=8, first=11), lengths=[[33, 20], [9, 52]]),
-    Case("first", spec=AttentionSpec(window=7, first=4)),
-    Case("prefix", lengths=[20, 0, 11, 26], prefix=[5, 0, 11, 1]),
-    Case("spans", lengths=[[20, 0, 11, 26], [3, 50]], prefix=[[4, 0, 0, 3], [0, 0]], sinks=True,
-         spans=[[(5, 9), (9, 16), (25, 31)], [(4, 45)]]),
-    Case("spans_near", spec=AttentionSpec(window=4, chunk=13, first=2, softcap=4.0), lengths=[61],
-         spans=[(7, 20), (30, 35)]),
-    Case("tree", lengths=[17, 9, 3, 12, 7, 5], parents=[-1, 0, 1, 0, 3, 3]),
-    Case("trees", spec=AttentionSpec(window=14, first=3, scale=0.4), lengths=[[9, 8, 13, 5, 11, 7], [3, 4, 50]],
-         parents=[[-1, 0, -1, 0, 1, 2], [-1, 0, -1]], heads=8, sinks=True),
-    Case("tree_chunks", spec=AttentionSpec(chunk=11), lengths=[17, 9, 3, 20, 7, 5], parents=[-1, 0, 1, 0, 3, 0]),
-    Case("slices", sinks=True, slices=[((4, 20), (0, 16), "causal"), ((20, 40), (0, 12), "full"),
-         ((20, 40), (15, 45), "both"), ((40, 61), (30, 61), "inverse"), ((48, 57), (2, 9), "causal")]),
-    Case("slices_near", spec=AttentionSpec(window=9, chunk=40, first=3), sinks=True,
-         slices=[((4, 20), (0, 20), "full"), ((20, 61), (0, 50), "inverse")]),
-    Case("shared_question", slices=[((0, 30), (0, 30), "causal"), ((30, 61), (0, 13), "full"),
-         ((30, 44), (30, 44), "causal"), ((44, 61), (44, 61), "causal")]),
-)  # fmt: skip
+        also: Any = {"spec": self.spec, "sinks": array(given["sinks"]) if self.sinks else None}
+        for (do, n, words), at in zip(self.steps, self.tokens, strict=True):
+            if do == "back":
+                cache = cache.truncate(list(n)) or cache
+                continue
+            q, k, v = (array(given[name][np.arange(self.batch)[:, None], at]) for name in "qkv")
+            if do == "decode":
+                result = ra.decode(q, k, v, cache, **also, **words)
+            else:
+                chunk = plan.for_length(n)
+                result = ra.prefill(*shard(chunk, q, k, v), chunk, cache, **also, **words)
+            out, cache = result if isinstance(result, tuple) else (result, cache)
+            yield out if do == "decode" else unshard(chunk, out)

@@ -1,40 +1,33 @@
-"""Dense float64 attention, written from the definition and from nothing else here, and the comparison with it."""
+"""Attention and linear attention in float64, written from the definitions and from nothing else here; what goes into a
+call over ranks, and how far its results are off.
+"""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.launch.verify.cases import Case, Truth
+from ringattn.launch.verify.cases import Case
 from ringattn.masks.spec import AttentionSpec
 from ringattn.torch.sharding import own_positions
 
-Mine = Callable[[str, Tensor, float], Tensor]  # of a result by its name, with this where the plan pads
+Named = dict[str, Tensor]
 WHOLE = ("sinks", "state", "end")  # what every rank has all of
+ROUNDINGS = {"float64": 512, "float32": 64, "bfloat16": 4, "float16": 4}  # that a row may be off by in any case
 
 
-def visible(case: Case, batch_row: int) -> Tensor:
-    """[T, S]: whether query i sees key j, from the definition of the spec."""
-    if case.slices is not None:
-        return in_slices(case)
-    if case.parents is not None:
-        return on_branches(case, batch_row)
-    T, S = case.seq_len, case.key_len or case.seq_len
-    mine, i, i_left = tokens_of(case.lengths or [T], batch_row, T)
-    of_keys = case.lengths if case.key_len is None and case.key_lengths is None else case.key_lengths
-    theirs, j, j_left = tokens_of(of_keys or [S], batch_row, S)
-    if case.key_lengths is not None:  # counted back from the end of a document
-        i, j = -i_left, -j_left
-    allowed = near(case.spec, i[:, None], j[None])
-    i, j = torch.arange(T)[:, None], torch.arange(S)[None]
-    for start, stop in spans_of(case, batch_row):
-        allowed |= (start <= i) & (i < stop) & (start <= j) & (j < stop)
-    return allowed & (mine[:, None] == theirs[None]) & (mine[:, None] >= 0)
+def row_of(of_rows: Any, batch_row: int) -> Any:
+    """That of this row, of a list for each row, or of one for all; nothing of None."""
+    return of_rows[batch_row % len(of_rows)] if of_rows and isinstance(of_rows[0], list) else of_rows or []
 
 
-def near(spec: AttentionSpec, i: Tensor, j: Tensor) -> Tensor:
+def bounds(lengths: Any) -> list[tuple[int, int]]:
+    ends = np.cumsum(lengths, dtype=int).tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def near(spec: AttentionSpec, i: Tensor, j: Tensor, causal: bool = True) -> Tensor:
     """Whether the query at position i of a document sees the key at position j, by the words of the spec."""
     allowed = (i == i) & (j == j)
     if isinstance(spec.window, tuple):
@@ -44,119 +37,149 @@ def near(spec: AttentionSpec, i: Tensor, j: Tensor) -> Tensor:
     if spec.chunk is not None:
         allowed &= i.div(spec.chunk, rounding_mode="floor") == j.div(spec.chunk, rounding_mode="floor")
     allowed |= (j >= 0) & (j < spec.first)
-    return allowed & (j <= i) if spec.causal else allowed
+    return allowed & (j <= i) if spec.causal and causal else allowed
 
 
-def spans_of(case: Case, batch_row: int) -> list[tuple[int, int]]:
-    """The ranges of tokens that see one another."""
-    spans = [] if case.spans is None else list(case.spans)
-    if spans and isinstance(spans[0], list):
-        spans = list(spans[batch_row])
-    lengths = [] if case.prefix is None else row_of(case.lengths, batch_row)
-    for i, n in enumerate([] if case.prefix is None else row_of(case.prefix, batch_row)):
-        spans.append((sum(lengths[:i]), sum(lengths[:i]) + n))
-    return spans
-
-
-def on_branches(case: Case, batch_row: int) -> Tensor:
-    """Of segments: each token sees those of its branch, whose depths are their positions."""
-    parents, of = row_of(case.parents, batch_row), tokens_of(case.lengths, batch_row, case.seq_len)[0].tolist()
-    allowed = torch.zeros(case.seq_len, case.seq_len, dtype=torch.bool)
-    for query, segment in enumerate(of):
-        if segment < 0:
-            continue
+def visible(case: Case, batch_row: int) -> Tensor:
+    """[T, S]: whether query i sees key j."""
+    i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.keys)[None]
+    allowed = torch.zeros(case.seq_len, case.keys, dtype=torch.bool)
+    if case.slices is not None:
+        for (start, stop), (begin, end), kind in case.slices:
+            here = (start <= i) & (i < stop) & (begin <= j) & (j < end)
+            here &= (stop - i <= end - j) | (kind in ("full", "inverse"))  # or the last query sees the last key
+            allowed |= here & ((j - begin >= i - start) | (kind in ("full", "causal")))  # or the first one the first
+        return allowed & near(case.spec, i, j, causal=False)
+    of = bounds(row_of(case.lengths, batch_row) or [case.seq_len])
+    keys = bounds(row_of(case.key_lengths, batch_row)) or ([(0, case.keys)] if case.lengths is None else of)
+    for (a, b), (begin, end) in zip(of, keys, strict=True):
+        zero = b - (end - begin) if case.align == "end" else a  # that sees key 0
+        allowed[a:b, begin:end] = near(case.spec, i[a:b] - zero, j[:, begin:end] - begin)
+    for segment, (a, b) in enumerate(of if case.parents is not None else []):
         branch = [segment]
-        while parents[branch[0]] >= 0:
-            branch.insert(0, parents[branch[0]])
-        tokens = torch.tensor([t for s in branch for t, its in enumerate(of) if its == s])
-        position = (tokens == query).nonzero()[0]
-        allowed[query, tokens] = near(case.spec, position, torch.arange(len(tokens)))
+        while (parent := row_of(case.parents, batch_row)[branch[0]]) >= 0:
+            branch.insert(0, parent)
+        tokens, allowed[a:b] = torch.cat([torch.arange(*of[s]) for s in branch]), False
+        at = torch.arange(len(tokens))  # depths along the branch
+        allowed[a:b, tokens] = near(case.spec, at[len(at) - (b - a) :, None], at[None])
+    prefixes = zip(of, row_of(case.prefix, batch_row), strict=False)
+    for a, b in [*row_of(case.spans, batch_row), *((a, a + n) for (a, _), n in prefixes)]:
+        allowed[a:b, a:b] = True
     return allowed
 
 
-def in_slices(case: Case) -> Tensor:
-    """A query sees a key if some slice has both, its kind allows it, and the window and chunks do; not causal alone."""
-    i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.seq_len)[None]
-    allowed = torch.zeros(case.seq_len, case.seq_len, dtype=torch.bool)
-    for (start, stop), (begin, end), kind in case.slices:
-        here = (start <= i) & (i < stop) & (begin <= j) & (j < end)
-        if kind in ("causal", "both"):  # the last query sees the last key
-            here &= stop - i <= end - j
-        if kind in ("inverse", "both"):  # the first query sees the first key
-            here &= j - begin >= i - start
-        allowed |= here
-    window = case.spec.window if isinstance(case.spec.window, tuple) else ((case.spec.window or 2**62) - 1, 2**62)
-    return allowed & near(AttentionSpec(False, window, case.spec.chunk, case.spec.first), i, j)
-
-
-def real_rows(case: Case, batch_row: int) -> Tensor:
-    """[T]: which queries belong to a document, or see by a slice; the others are padding and see not even a sink."""
-    if case.slices is not None:
-        return in_slices(case).any(1)
-    return tokens_of(case.lengths or [case.seq_len], batch_row, case.seq_len)[0] >= 0
-
-
-def row_of(lengths: Any, batch_row: int) -> list[int]:
-    return lengths[batch_row] if isinstance(lengths[0], list) else lengths
-
-
-def tokens_of(lengths: Any, batch_row: int, total: int) -> Tensor:
-    """[3, total]: of every token its document, its position there, and how many follow with itself; -1 for padding."""
-    tokens = [(i, p, n - p) for i, n in enumerate(row_of(lengths, batch_row)) for p in range(n)]
-    return torch.tensor(tokens + [(-1, -1, -1)] * (total - len(tokens))).T
-
-
-def attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, lse), one batch row and head at a time, in the inputs' dtype."""
-    outs, lses = [], []
+def softmax(case: Case, x: Named, seen: Tensor, real: Tensor | bool = True) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries [B, T, H, D] that see these keys [B, T, S]; those that are not `real` see no sink too."""
     group = case.heads // case.kv_heads
-    for b in range(case.batch):
-        allowed, real = visible(case, b).to(q.device), real_rows(case, b).to(q.device)
-        for h in range(case.heads):
-            scores = q[b, :, h] @ k[b, :, h // group].T * (case.spec.scale or case.head_dim**-0.5)
-            if case.spec.softcap is not None:
-                scores = case.spec.softcap * torch.tanh(scores / case.spec.softcap)
-            scores = scores.masked_fill(~allowed, float("-inf"))
-            if sinks is not None:
-                scores = torch.cat([scores, sinks[h].to(scores.dtype).expand(case.seq_len, 1)], 1)
-            some = (scores > float("-inf")).any(1, keepdim=True) & real[:, None]
-            p = torch.softmax(torch.where(some, scores, 0.0), 1) * some
-            lses.append(torch.where(some[:, 0], torch.logsumexp(torch.where(some, scores, 0.0), 1), float("-inf")))
-            outs.append(p[:, : allowed.shape[1]] @ v[b, :, h // group])
-    shape = (case.batch, case.heads, case.seq_len)
-    return torch.stack(outs).reshape(*shape, -1).transpose(1, 2), torch.stack(lses).reshape(shape).transpose(1, 2)
+    q, k, v = (x[n].transpose(1, 2).repeat_interleave(1 if n == "q" else group, 1) for n in "qkv")
+    s = (case.spec.scale or case.head_dim**-0.5) * q @ k.mT
+    if case.spec.softcap is not None:
+        s = case.spec.softcap * torch.tanh(s / case.spec.softcap)
+    s = s.masked_fill(~seen[:, None].to(s.device), -torch.inf)
+    if "sinks" in x:
+        s = torch.cat([s, x["sinks"].to(s)[:, None, None].expand(*s.shape[:3], 1)], -1)
+    some = (s > -torch.inf).any(-1, keepdim=True) & torch.as_tensor(real, device=s.device)
+    s = torch.where(some, s, 0.0)
+    out = (torch.softmax(s, -1) * some)[..., : k.shape[2]] @ v
+    lse = torch.where(some, torch.logsumexp(s, -1, keepdim=True), -torch.inf)
+    return out.transpose(1, 2), lse[..., 0].transpose(1, 2)
 
 
-def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """Random q, k, v, sinks and the gradients that come back for out and lse, the same on every rank."""
-    g = torch.Generator().manual_seed(seed)
-    keys = case.key_len or case.seq_len
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
-
-    return {
-        "q": draw(case.batch, case.seq_len, case.heads, case.head_dim),
-        "k": draw(case.batch, keys, case.kv_heads, case.head_dim),
-        "v": draw(case.batch, keys, case.kv_heads, case.value_dim),
-        "sinks": draw(case.heads),
-        "dout": draw(case.batch, case.seq_len, case.heads, case.value_dim),
-        "dlse": draw(case.batch, case.seq_len, case.heads).float(),
-    }
+def attention(case: Case, x: Named) -> tuple[Tensor, Tensor]:
+    seen = torch.stack([visible(case, b) for b in range(case.batch)])
+    totals = torch.tensor([sum(row_of(case.lengths, b) or [case.seq_len]) for b in range(case.batch)])
+    real = seen.any(-1) if case.slices is not None else torch.arange(case.seq_len) < totals[:, None]
+    return softmax(case, x, seen, real[:, None, :, None])
 
 
-def dense(case: Case, given: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """out, lse and every gradient of the whole sequence, computed densely in `dtype`."""
-    leaves = {n: given[n].detach().to(dtype).requires_grad_() for n in case.leaves}
-    out, lse = attention(case, leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"))
-    back = {n: given[f"d{n}"] for n in case.outputs if f"d{n}" in given}
-    return with_gradients({"out": out, "lse": lse}, back, leaves)
+def recurrence(case: Case, x: Named) -> tuple[Tensor, Tensor]:
+    """S_t = exp(g_t) S_{t-1} + k_t^T u_t, and out_t = scale q_t S_t; u is v, or beta (v - k exp(g) S)."""
+    q, k = (x[n].repeat_interleave(case.heads // case.kv_heads, 2) for n in "qk")
+    scale = case.words.get("scale") or case.head_dim**-0.5
+    rows = [row_of(case.lengths, b) or [case.seq_len] for b in range(case.batch)]
+    width = max(map(len, rows))
+    none = x["v"].new_zeros(case.heads, case.head_dim, case.value_dim)
+    outs, ends = [], []
+    for b, row in enumerate(rows):
+        states = [none] if case.state is None else x["state"].unflatten(0, (case.batch, -1))[b]
+        every, last = [], states[0]
+        for d, (start, stop) in enumerate(bounds([*row, *[0] * (width - len(row))])):
+            S = states[d] if case.state == "document" or d == 0 else none
+            for t in range(start, stop):
+                if case.gate is not None:
+                    S = x["g"][b, t].reshape(case.heads, -1, 1).exp() * S
+                u = x["v"][b, t][:, None]
+                if case.beta:
+                    u = x["beta"][b, t][:, None, None] * (u - k[b, t][:, None] @ S)
+                S = S + k[b, t][..., None] * u
+                outs.append(scale * (q[b, t][:, None] @ S)[:, 0])
+            every.append(S)
+            last = S if stop > start else last
+        outs += [none[:, 0]] * (case.seq_len - sum(row))
+        ends += every if case.by_document else [last]
+    return torch.stack(outs).unflatten(0, (case.batch, -1)), torch.stack(ends)
 
 
-def with_gradients(results: dict[str, Tensor], back: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+def through_cache(case: Case, x: Named) -> Named:
+    """What the steps of a cache give: each of its queries sees the keys that the cache then has."""
+    rows, outs = torch.arange(case.batch)[:, None], []
+    for (do, n, words), at in zip(case.steps, case.tokens, strict=True):
+        if do == "back":
+            continue
+        seen = torch.zeros(case.batch, n, int(at.max()) + 1, dtype=torch.bool)
+        branches = [[i] for i in range(n)]
+        for i, parent in enumerate(words.get("parents", range(-1, n - 1))):
+            branches[i] = [*(branches[parent] if parent >= 0 else []), i]
+        for b, i in ((b, i) for b in range(case.batch) for i in range(n)):
+            keys = torch.cat([torch.arange(at[b, 0]), torch.as_tensor(at[b])[branches[i]]])
+            seen[b, i, keys] = near(case.spec, torch.tensor(len(keys) - 1), torch.arange(len(keys)))
+        given = {"q": x["q"][rows, at], **{m: x[m][:, : seen.shape[2]] for m in "kv"}}
+        outs.append(softmax(case, {**given, **({"sinks": x["sinks"]} if case.sinks else {})}, seen)[0])
+    return {"out": torch.cat(outs, 1)}
+
+
+def inputs(case: Case, dtype: torch.dtype, seed: int | None = None) -> Named:
+    """Random q, k, v, sinks and so on, and the gradients that come back, the same on every rank."""
+    g = torch.Generator().manual_seed(case.seed if seed is None else seed)
+    B, T, H, G, K, V = case.batch, case.seq_len, case.heads, case.kv_heads, case.head_dim, case.value_dim
+    shapes: dict[str, tuple[int, ...]] = {"q": (B, T, G if case.linear else H, K), "k": (B, case.keys, G, K)}
+    shapes |= {"v": (B, case.keys, H if case.linear else G, V), "sinks": (H,), "dout": (B, T, H, V), "dlse": (B, T, H)}
+    if case.linear:
+        width = max(len(row_of(case.lengths, b) or [T]) for b in range(B))
+        shapes |= {"g": (B, T, H, K)[: 4 if case.gate == "channel" else 3], "beta": (B, T, H)}
+        shapes |= {"state": (B * (width if case.state == "document" else 1), H, K, V)}
+        shapes |= {"dend": (B * (width if case.by_document else 1), H, K, V)}
+    x = {n: torch.randn(shape, generator=g, dtype=torch.float64) for n, shape in shapes.items()}
+    if case.linear:
+        x["g"] = torch.nn.functional.logsigmoid(x["g"])
+        x["g"] = torch.where(x["g"] < -2.5, -torch.inf, x["g"]) if case.seed % 3 == 1 else x["g"]  # some forget all
+        x["beta"] = torch.where(x["beta"].abs() < 0.2, 1.0, (1 + x["beta"]).clamp(0, 2))  # 0, 1 and 2 too
+        if case.beta:  # of length 1 or shorter
+            x["k"] = x["k"] / x["k"].norm(dim=-1, keepdim=True).clamp(min=K**0.5)
+    exact = torch.promote_types(dtype, torch.float32)
+    kept = {n: t * 10 ** case.powers.get(n, 0.0) for n, t in x.items() if n not in ("g", "beta") or n in case.arguments}
+    of_float32 = ("dlse", "g", "beta", "state", "dend")
+    kept = {n: t.float() if n == "dlse" else t.to(exact if n in of_float32 else dtype) for n, t in kept.items()}
+    return {n: t for n, t in kept.items() if n[1:] not in case.outputs or n in case.grads}
+
+
+def dense(case: Case, given: Named, dtype: torch.dtype = torch.float64) -> Named:
+    """Both results and every gradient of the whole sequence, computed densely in `dtype`."""
+    x = {n: t.detach().to(dtype) for n, t in given.items() if n != "sinks" or case.sinks}
+    if case.steps:
+        return through_cache(case, x)
+    leaves = {n: x[n].requires_grad_() for n in case.leaves if n in x}
+    results = dict(zip(case.outputs, (recurrence if case.linear else attention)(case, x), strict=True))
+    return with_gradients(results, {n: given[f"d{n}"] for n in results if f"d{n}" in given}, leaves)
+
+
+def with_gradients(results: Named, back: Named, leaves: Named) -> Named:
     """The results, and the gradients of the leaves by what comes back: nothing does where an lse is -inf."""
+    back = {n: x for n, x in back.items() if results[n].requires_grad}  # of no leaf, perhaps, as an lse of v
     into = [torch.where(torch.isfinite(results[n]), x.to(results[n].dtype), 0.0) for n, x in back.items()]
-    grads = torch.autograd.grad([results[n] for n in back], list(leaves.values()), into, materialize_grads=True)
+    grads = [torch.zeros_like(x) for x in leaves.values()]
+    if back:
+        grads = torch.autograd.grad([results[n] for n in back], list(leaves.values()), into, materialize_grads=True)
     named = {f"d{n}": x for n, x in zip(leaves, grads, strict=True)}
     return {**{n: x.detach() for n, x in results.items()}, **named}
 
@@ -175,54 +198,20 @@ def own(plan: Any, name: str, whole: Tensor, padding: float = float("nan")) -> T
     return local(whole, plan.keys if name in ("k", "v") else plan, padding)
 
 
-def run(case: Any, mesh: Any, given: dict[str, Any], kernel: str = "auto", **choices: Any) -> dict[str, Any]:
+def run(case: Case, mesh: Any, given: Named, kernel: str = "auto", plan: Any = None, **choices: Any) -> Named:
     """Both results and every gradient of this rank's part, through the public API; padding goes in as NaN.
 
     Gradients come back for each result that one is given for: NaN for padding, none where an lse is -inf, and for an
     end state other parts from all ranks. `choices` are further words for the plan: how blocks travel.
     """
-    plan = case.plan_on(mesh, kernel, **choices)
-    leaves = {n: own(plan, n, given[n]).clone().requires_grad_() for n in case.leaves if given[n] is not None}
-    results = dict(zip(case.outputs, case.call(plan, leaves, kernel), strict=True))
+    plan = plan or case.plan_on(mesh, kernel, **choices)
+    x = {n: own(plan, n, given[n]).clone().requires_grad_(n in case.leaves) for n in case.arguments}
+    results = dict(zip(case.outputs, case.call(plan, x, kernel), strict=True))
     back = {n: own(plan, n, given[f"d{n}"]) for n in results if f"d{n}" in given}
     if "end" in back:
         ranks, rank = plan.ring * plan.ulysses, plan.ring_axis.rank * plan.ulysses + plan.ulysses_axis.rank
         back["end"] = back["end"] * (2 * (rank + 1) / (ranks * (ranks + 1)))
-    return with_gradients(results, back, leaves)
-
-
-def whole(name: str, x: Tensor, padding: float) -> Tensor:
-    """Of whole results: all of the truth."""
-    return x
-
-
-def shares(results: dict[str, Any]) -> dict[str, Tensor]:
-    """Gradients of what is the same on every rank: each rank has a share, and the truth is their sum."""
-    return {n: x for n, x in results.items() if n.startswith("d") and n[1:] in WHOLE}
-
-
-def errors(case: Any, mesh: Any, results: dict[str, Any], exact: dict[str, Tensor]) -> dict[str, float]:
-    """The relative error (norm) of each local result; inf where padding leaked or an empty row is not one."""
-    held = {n: x for n, x in results.items() if n not in shares(results)}
-    return compared(held, Truth({}, exact, {}, {}), partial(own, case.plan_on(mesh)))
-
-
-def compared(results: dict[str, Any], truth: Truth, mine: Mine = whole) -> dict[str, float]:
-    """The error of each result by its norm, and of the worst `element`; or that of the worst element of each.
-
-    `mine` is what of the truth the results are: of whole results all.
-    """
-    norms, elements = {}, {}
-    for n, x in results.items():
-        true = truth.exact[n].to(x.device)
-        exact = mine(n, true, float("-inf") if n == "lse" else 0.0)
-        if n in truth.allowed:
-            elements[n] = over(x, exact, mine(n, truth.allowed[n].to(x.device), 0.0))
-        if not truth.by_element:
-            norms[n] = error(x, exact, size(true))
-    if truth.by_element:
-        return elements
-    return {**norms, **({"element": max(elements.values())} if elements else {})}
+    return with_gradients(results, back, {n: x[n] for n in case.leaves})
 
 
 def size(x: Tensor) -> float:
@@ -235,12 +224,15 @@ def error(result: Tensor, expected: Tensor, scale: float) -> float:
     return float("inf") if gap is None else float(gap.norm()) / max(scale, 1e-30)
 
 
-def over(result: Tensor, expected: Tensor, allowed: Tensor) -> float:
-    """The largest error over what its element is allowed; inf if one is infinite or NaN where the other is not."""
+def worst_row(result: Tensor, expected: Tensor, unit: float) -> float:
+    """The largest error of a row, of one head and token, over its size and `unit`; lse and the like are numbers."""
     gap = gaps(result, expected)
     if gap is None or not gap.numel():
-        return 0.0 if gap is not None else float("inf")
-    return float((gap.abs() / allowed).nan_to_num(nan=0.0, posinf=torch.inf).max())
+        return float("inf") if gap is None else 0.0
+    expected = expected.nan_to_num(neginf=0.0)
+    if gap.dim() < 4:
+        gap, expected = gap[..., None], expected[..., None]
+    return float((gap.norm(dim=-1) / (expected.norm(dim=-1) + unit)).max())
 
 
 def gaps(result: Tensor, expected: Tensor) -> Tensor | None:
@@ -249,3 +241,38 @@ def gaps(result: Tensor, expected: Tensor) -> Tensor | None:
     if result.isnan().any() or not torch.equal(torch.isfinite(result), finite):
         return None
     return torch.where(finite, result - expected, 0.0)
+
+
+class Truth(NamedTuple):
+    """What goes into a call, what must come out of it, how far a row may be off, and what is added to its size."""
+
+    given: Named
+    exact: Named
+    limits: dict[str, float]
+    units: dict[str, float]
+
+    def errors(self, found: Named, mine: Any = lambda name, whole, padding: whole) -> dict[str, float]:
+        """The worst row of each result, over its limit. `mine` is what of the truth they are: by default all."""
+        off = {}
+        for n, x in found.items():
+            exact = mine(n, self.exact[n].to(x.device), -torch.inf if n == "lse" else 0.0)
+            off[n] = worst_row(x, exact, self.units[n]) / self.limits[n]
+        return off
+
+
+def truth(case: Case) -> Truth:
+    """A row may be off by twice the worst row of the definition in its dtype, but that states are not of 16 bits."""
+    dtype = getattr(torch, case.dtype)
+    given = inputs(case, dtype)
+    exact = dense(case, given)
+    single = dense(case, given, torch.promote_types(dtype, torch.float32) if case.linear else dtype)
+    q, k, v, dout = (10 ** case.powers.get(n, 0.0) for n in ("q", "k", "v", "dout"))
+    scale = 1.0 if case.linear else (case.spec.scale or case.head_dim**-0.5) * case.head_dim**0.5
+    sizes = {"lse": 1.0, "dv": dout, "dstate": dout, "out": v, "end": v, "dq": scale * k * v * dout}
+    sizes["dk"] = scale * q * v * dout
+    limits, units = {}, {}
+    for n, x in exact.items():  # where terms cancel, a row is measured by what they are
+        mean = float(x.nan_to_num(neginf=0.0).square().mean().sqrt()) if x.numel() else 0.0
+        units[n] = mean + 0.2 * (1.0 if n == "lse" else case.value_dim**0.5) * sizes.get(n, v * dout)
+        limits[n] = 2 * worst_row(single[n], x, units[n]) + ROUNDINGS[case.dtype] * torch.finfo(dtype).eps
+    return Truth(given, exact, limits, units)
