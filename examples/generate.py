@@ -17,8 +17,7 @@ from torch import Tensor
 
 import ringattn as ra
 from ringattn.conf.schema import Model, from_dict
-from ringattn.launch.train import stored
-from ringattn.launch.train.checkpoint import newest, read_state
+from ringattn.launch.train.checkpoint import complete, load_tensors, newest, read_state
 from ringattn.launch.train.model import Decoder
 from ringattn.launch.train.parallelize import build
 from ringattn.models.nn import Attention, StreamingAttention
@@ -26,7 +25,7 @@ from ringattn.models.nn import Attention, StreamingAttention
 
 def found(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    checkpoints = stored.complete(run / "checkpoints")
+    checkpoints = complete(run / "checkpoints")
     if not checkpoints:
         sys.exit(f'{run} holds no checkpoint yet; make one: make train ARGS="run={run.name} save_every=40"')
     return checkpoints
@@ -40,7 +39,7 @@ def load(checkpoints: list[Path], device: torch.device, max_len: int) -> Decoder
     except ValueError as error:
         sys.exit(str(error))
     decoder = build(model, 0, device).eval()
-    stored.load(checkpoint, {name: weight.detach() for name, weight in decoder.named_parameters()})
+    load_tensors(checkpoint, {name: weight.detach() for name, weight in decoder.named_parameters()})
     for block in decoder.blocks:
         if isinstance(block.attention, Attention):  # linear attention streams as it is
             block.attention = StreamingAttention.of(block.attention, max_len)

@@ -29,6 +29,7 @@ EXTRAS = {
     "torch": "torch",
     "matplotlib": "plot",
     "hydra": "train",
+    "safetensors": "train",
     "omegaconf": "train",
     "jax": "jax",
     "ray": "ray",

@@ -21,7 +21,7 @@ from torch import nn
 from ringattn.conf.schema import Cluster, Model, Train
 from ringattn.launch.bench import step as bench_step
 from ringattn.launch.processes import RankError
-from ringattn.launch.train import checkpoint, metrics, report, stored, torchrun, trainer
+from ringattn.launch.train import checkpoint, metrics, report, torchrun, trainer
 from ringattn.launch.train import start as train
 from ringattn.launch.train.trainer import work
 from tests.training import SOURCES, TINY, losses, made, one_process, over
@@ -75,9 +75,9 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     text = message(dataclasses.replace(TINY, batch=3))
     assert "batch x accumulate x strategy.data is 1 there and 3 here; use the same" in text
     state = (path / "state.json").rename(path / "elsewhere")
-    assert "is not a complete checkpoint; complete there: none" in message(TINY)
+    assert "state.json is no regular file); none is older" in message(TINY)
     state.rename(path / "state.json")
-    with pytest.raises(ValueError, match=f"use resume={path}"):
+    with pytest.raises(ValueError, match=f"go on from one of: {path}"):
         checkpoint.read_state(tmp_path / "saved")
     half = path.with_name("step-00000009.part")
     path.rename(half)
@@ -274,23 +274,23 @@ def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
     layer = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(layer.parameters())
     checkpoint.start_moments(optimizer)
-    may, write = threading.Event(), stored.write_part
-    monkeypatch.setattr(stored, "write_part", lambda *args: may.wait() and write(*args))
+    may, write = threading.Event(), checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args: may.wait() and write(*args))
     with one_process():
         checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
-        checkpoints.save(1, layer, optimizer, {"model": {}, "sequences": 2})
+        checkpoints.save(1, layer, optimizer, {})
         where = {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
         assert checkpoint.complete(checkpoints.folder) == []
         before = layer.weight.detach().clone()
         with torch.no_grad():
             layer.weight.zero_()  # the training goes on
         may.set()
-        checkpoints.save(2, layer, optimizer, {"model": {}, "sequences": 2})
+        checkpoints.save(2, layer, optimizer, {})
         assert where == {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
         checkpoints.finish()
         for step, expected in ((1, before), (2, torch.zeros(64, 64))):
             results = {"weight": torch.empty(64, 64)}
-            stored.load(checkpoints.folder / stored.name_of(step), results)
+            checkpoint.load_tensors(checkpoints.folder / checkpoint.name_of(step), results)
             assert torch.equal(results["weight"], expected)
 
 

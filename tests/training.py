@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ringattn.conf.schema import Data, Model, Optimizer, Strategy, Train
-from ringattn.launch.train import metrics, stored, torchrun
+from ringattn.launch.train import checkpoint, metrics, torchrun
 from ringattn.launch.train import start as train
 from ringattn.launch.train.trainer import work
 
@@ -49,10 +49,9 @@ def where(**choices) -> Train:
 
 def made(folder: Path, step: int, **state) -> Path:
     """A complete checkpoint of no tensors."""
-    path = folder / stored.name_of(step)
+    path = folder / checkpoint.name_of(step)
     path.mkdir(parents=True)
-    parts = [stored.write_part(path, 0, 1, {}, {})]
-    stored.write_state(path, {"model": {}, "step": step, "sequences": step, "tensors": {}, "parts": parts, **state})
+    checkpoint.write_state(path, {"model": {}, "step": step, "files": {}, **state})
     return path
 
 

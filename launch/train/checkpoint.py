@@ -1,14 +1,21 @@
 """Checkpoints: written beside the training, complete or not there at all, and checked before they are loaded.
 
-    runs/NAME/checkpoints/step-00000100/   its files: stored.py
-    runs/NAME/checkpoints/step-00000100.part/   the same while it is being written; never read
-    runs/NAME/checkpoints/step-00000100.aside/   left behind, since the run went on from an older one; never read
+runs/NAME/checkpoints/step-00000100/rank-00000.safetensors   the rows of each tensor that rank 0 held
+runs/NAME/checkpoints/step-00000100/state.json               the state of the training; a checksum of every file
+runs/NAME/checkpoints/step-00000100.part/    the same while it is being written; never read
+runs/NAME/checkpoints/step-00000100.aside/   left behind, since the run went on from an older one; never read
 
-A checkpoint holds whole tensors in pieces, so any number of ranks can read it.
+torch's HuggingFaceStorageReader loads them on any number of ranks. Reading runs no code: there is no pickle.
 """
 
 import dataclasses
+import errno
+import hashlib
+import json
+import os
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -17,12 +24,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from ringattn.comms import lost, messages
 from ringattn.conf.schema import Train
-from ringattn.launch.train import data, metrics, stored
-from ringattn.launch.train.stored import A_STEP, Damaged, Saved, complete, damage, name_of, numbered, part_of
+from ringattn.launch.train import data, metrics
+
+A_STEP = "batch x accumulate x strategy.data"  # sequences in a step, as a user says how many
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError)  # of a JSON file of any content
 
 
 class Checkpoints:
@@ -34,11 +47,11 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, group: Any):
         self.folder, self.keep = folder / "checkpoints", keep
-        self.group = group  # its own, so that its words do not mix with the training's
+        self.group = group  # its own, so that its messages do not mix with the training's
         self.writing: Future[None] | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoints")
         self.copies: dict[str, Tensor] = {}  # what this rank holds of each tensor
-        self.index: dict[str, Saved] = {}
+        self.begins: dict[str, list[int]] = {}  # where that begins in the whole tensor
         self.copied: Any = None  # the event after which a GPU has copied
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -56,36 +69,38 @@ class Checkpoints:
         if aside is not None:
             aside.wait_stream(torch.cuda.current_stream())
         for name, tensor in whole.items():
-            own = part_of(tensor)
+            if dist.get_rank() and not isinstance(tensor, DTensor):  # a count of steps, which all ranks have
+                continue
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name not in self.copies:
-                self.index[name] = Saved.of(tensor)
-                self.copies[name] = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
+                self.begins[name] = begin_of_rows(tensor)
+                self.copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             with torch.cuda.stream(aside):
-                self.copies[name].copy_(own, non_blocking=True)
+                self.copies[name].copy_(local, non_blocking=True)
         if aside is not None:
             if self.copied is None:
                 optimizer.register_step_pre_hook(lambda *_: torch.cuda.current_stream().wait_event(self.copied))
             self.copied = aside.record_event()
 
     def write(self, step: int, state: dict[str, Any]) -> None:
-        """The copies into a folder, every rank its part; visible under its name when all of it is there."""
+        """The copies into a folder, every rank its file; visible under its name when all of it is there."""
         if self.copied is not None:
             torch.cuda.set_device(self.copied.device)  # this thread's, which would else take the first GPU
             self.copied.synchronize()
-        unfinished, whole = self.folder / f"{name_of(step)}.part", self.folder / name_of(step)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        unfinished, rank0 = self.folder / f"{name_of(step)}.part", dist.get_rank() == 0
         try:
-            self.together(partial(self.begin, unfinished) if rank == 0 else lambda: None)
-            files = self.together(lambda: stored.write_part(unfinished, rank, ranks, self.index, self.copies))
-            if rank == 0:
-                stored.write_state(unfinished, {**state, "tensors": self.index, "parts": files})
-                self.publish(unfinished, whole)
+            self.together(partial(self.begin, unfinished) if rank0 else lambda: None)
+            files = self.together(lambda: self.write_file(unfinished))
+            if rank0:
+                self.publish(unfinished, self.folder / name_of(step), {**state, "files": dict(files)})
         except Exception as error:
-            if rank == 0:
+            if rank0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             if lost.of_transport(error):
                 raise ConnectionError(f"could not save step {step}: {lost.who_is_missing(str(error))}") from error
-            raise OSError(f"could not save step {step} in {self.where(str(error))}") from error
+            raise OSError(
+                f"could not save step {step} in {self.folder} ({error}); free space, or use folder=PATH"
+            ) from error
 
     def together(self, action: Callable[[], Any]) -> list[Any]:
         """Do something on all ranks; the ranks' results, or one error on all of them."""
@@ -95,9 +110,8 @@ class Checkpoints:
         except Exception as error:
             problem = f"{error}" or type(error).__name__
         everyone = messages.gather([result, problem], self.group)
-        for _, problem in everyone:
-            if problem is not None:
-                raise OSError(problem)
+        if problem := next((problem for _, problem in everyone if problem is not None), None):
+            raise OSError(problem)
         return [result for result, _ in everyone]
 
     def begin(self, unfinished: Path) -> None:
@@ -108,19 +122,24 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
         unfinished.mkdir()
 
-    def publish(self, unfinished: Path, whole: Path) -> None:
-        """Give a checkpoint its name, once all of it is on the disk, and delete those that are too many."""
-        stored.durable_names(unfinished)
+    def write_file(self, folder: Path) -> tuple[str, str]:
+        """What this rank holds, and in the header where that begins in the whole tensors; its name and checksum."""
+        held = {name: x for name, x in self.copies.items() if x.numel()}
+        offsets = {name: {"saved_offsets": self.begins[name]} for name in held}
+        file = folder / f"rank-{dist.get_rank():05d}.safetensors"
+        save_file(held, file, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+        on_disk(file)
+        return file.name, checksum(file)
+
+    def publish(self, unfinished: Path, whole: Path, state: dict[str, Any]) -> None:
+        """The list of files comes last, then the folder's name; and those checkpoints go that are too many."""
+        write_state(unfinished, state)
+        on_disk(unfinished)
         shutil.rmtree(whole, ignore_errors=True)
         unfinished.rename(whole)
-        stored.durable_names(self.folder)
+        on_disk(self.folder)
         for old in [p for p in complete(self.folder) if p.name <= whole.name][: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
-
-    def where(self, why: str) -> str:
-        """The folder and what was wrong, with the room on its disk, which may be full."""
-        other = any(word in why for word in ("denied", "Read-only", "deleted or moved"))
-        return f"{self.folder}{'' if other else room(self.folder)}: {why}"
 
     def poll(self) -> None:
         """Raise what went wrong with a checkpoint that has ended."""
@@ -134,85 +153,25 @@ class Checkpoints:
             future.result()
 
 
-def room(folder: Path) -> str:
-    """How much fits where a folder is, and what to do if it is little."""
-    try:
-        free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.is_dir())).free / 1e6
-    except OSError:
-        return ""
-    return f", where {free:,.0f} MB are free (free space, or use folder=PATH)"
-
-
-def begin_of(resume: str | None, folder: Path, started_at: float) -> list[Path]:
-    """The checkpoints that a run may go on from, oldest first: its own, or one that was named and those saved since.
-
-    `started_at` tells its own from older ones: all attempts of a run have the same.
-    """
-    own = numbered(folder)
-    if resume is None or resume == "auto":
-        return own
-    since = [p for p in own if saved_by(started_at, p)]
-    if not since:
-        read_state(Path(resume))  # whose error names the alternatives
-    return [Path(resume), *since]
-
-
-def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
-    """The last of these checkpoints that is as it was saved; a ValueError where none is, None where there is none.
-
-    All ranks check together, each its share of the parts; the list is rank 0's, which prints what it skips.
-    """
-    problems: dict[Path, str] = {}
-    paths, rank, ranks = [Path(path) for path in everyones([str(path) for path in paths], group)[0]], 0, 1
-    if dist.is_initialized():
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for path in reversed(paths):
-        problem = next(filter(None, everyones(damage(path, rank, ranks), group)), None)
-        if problem is None:
-            for broken, why in problems.items() if rank == 0 else ():
-                metrics.echo(f"{broken} cannot be read ({why}); goes on from an older one")
-            return path
-        problems[path] = problem
-    if len(problems) == 1:
-        raise ValueError(unreadable(*next(iter(problems.items()))))
-    if problems:
-        every = "; ".join(f"{path} cannot be read ({why})" for path, why in problems.items())
-        raise ValueError(f"no checkpoint can be read: {every}; start another run=NAME")
-    return None
-
-
-def everyones(mine: Any, group: Any = None) -> list[Any]:
-    """What each rank has, in their order."""
-    return messages.gather(mine, group) if dist.is_initialized() else [mine]
-
-
-def saved_by(started_at: float, path: Path) -> bool:
-    """Whether a run that began then saved this checkpoint; not if it cannot be read."""
-    try:
-        return read_state(path).get("started_at") == started_at
-    except ValueError:
-        return False
-
-
-def set_aside(folder: Path, begin: Path) -> list[Path]:
-    """Rename the checkpoints that are newer than the one a run goes on from: they are another future of it."""
-    newer = [p for p in numbered(folder) if (stored.step_of(p) or 0) > (stored.step_of(begin) or 0)]
-    for path in newer:
-        aside = path.with_suffix(".aside")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-    return newer
-
-
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights, the optimizer's moments and the random state, by name."""
+    """Weights and the optimizer's moments, by name."""
     named = {name: weight.detach() for name, weight in model.named_parameters()}
     moments = {
         f"{name}@{key}": value
         for name, weight in model.named_parameters()
         for key, value in optimizer.state[weight].items()
     }
-    return {**named, **moments, "@rng": torch.get_rng_state()}
+    return {**named, **moments}
+
+
+def begin_of_rows(tensor: Tensor) -> list[int]:
+    """Where a rank's rows begin in the whole tensor, as FSDP2 deals them."""
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.dim()
+    mesh = tensor.device_mesh
+    assert mesh.ndim == 1 and tensor.placements[0].is_shard(0), tensor.placements
+    rows = len(tensor)
+    return [min(rows, mesh.get_local_rank() * -(-rows // mesh.size())), *[0] * (tensor.dim() - 1)]
 
 
 def start_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -226,18 +185,75 @@ def start_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> dict[str, Any]:
     """Everything back where it was; returns the saved state. A checkpoint of another training is refused first."""
-    state = matching(path, about)
+    state, problem = matching(path, about), None
     start_moments(optimizer)
-    whole = tensors(model, optimizer)
-    problem = None
     try:
-        stored.load(path, whole)
-    except (*stored.UNREADABLE, RuntimeError) as error:
-        problem = stored.reason(error)
+        load_tensors(path, tensors(model, optimizer))
+    except ValueError as error:
+        problem = str(error)
     if problem := next(filter(None, everyones(problem)), None):
-        raise ValueError(unreadable(path, problem))
-    torch.set_rng_state(whole["@rng"])
+        raise ValueError(problem)
     return state
+
+
+def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Read these tensors, or what this rank holds of them; no rank talks to another."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    except CheckpointException as error:  # which is no Exception
+        raise unreadable({path: str(next(iter(error.failures.values()))[0])}) from error
+
+
+def resumed_from(resume: str | None, folder: Path, started_at: float) -> list[Path]:
+    """The checkpoints that a run may go on from, oldest first: its own, or one that was named and those saved since.
+
+    `started_at` tells its own from older ones: all attempts of a run have the same.
+    """
+    own = numbered(folder)
+    if resume is None or resume == "auto":
+        return own
+    since = [path for path in own if damage(path) is None and read_state(path).get("started_at") == started_at]
+    if not since:
+        read_state(Path(resume))  # whose error names the alternatives
+    return [Path(resume), *since]
+
+
+def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
+    """The last of these checkpoints that is as it was saved; a ValueError where none is, None where there is none.
+
+    All ranks check together, each its share of the files; the list is rank 0's, which prints what it skips.
+    """
+    problems: dict[Path, str] = {}
+    paths, rank, ranks = [Path(path) for path in everyones([str(path) for path in paths], group)[0]], 0, 1
+    if dist.is_initialized():
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for path in reversed(paths):
+        problem = next(filter(None, everyones(damage(path, rank, ranks), group)), None)
+        if problem is None:
+            for broken, why in problems.items() if rank == 0 else ():
+                metrics.echo(f"{broken} cannot be read ({why}); goes on from an older one")
+            return path
+        problems[path] = problem
+    if problems:
+        raise unreadable(problems)
+    return None
+
+
+def everyones(mine: Any, group: Any = None) -> list[Any]:
+    """What each rank has, in their order."""
+    return messages.gather(mine, group) if dist.is_initialized() else [mine]
+
+
+def set_aside(folder: Path, begin: Path) -> list[Path]:
+    """Rename the checkpoints that are newer than the one a run goes on from: they are another future of it."""
+    newer = [p for p in numbered(folder) if step_of(p) > step_of(begin)]
+    for path in newer:
+        aside = path.with_suffix(".aside")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    return newer
 
 
 def about(config: Train, corpus: data.Corpus) -> dict[str, Any]:
@@ -256,18 +272,15 @@ def about(config: Train, corpus: data.Corpus) -> dict[str, Any]:
 
 
 def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The saved state of a checkpoint of this training (`about`); a ValueError for any other.
-
-    What an older checkpoint does not contain is not compared.
-    """
+    """The saved state of a checkpoint of this training (`about`); a ValueError for any other."""
     state = read_state(path)
-    differ = list(differences(state, about))
-    if differ:
+    if differ := list(differences(state, about)):
         raise ValueError(f"{path} is of another training: {'; '.join(differ)}; use the same, or start another run=NAME")
     return state
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Where they differ. What an older checkpoint does not contain is not compared."""
     for key, own in here.items():
         other = there.get(key, own)
         if isinstance(own, dict):
@@ -276,23 +289,90 @@ def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -
             yield f"{prefix}{key} is {other!r} there and {own!r} here"
 
 
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was saved, by its name; -1 for what has no checkpoint's name."""
+    match = re.fullmatch(r"step-([0-9]{8,18})", path.name)
+    return int(match[1]) if match and path.name == name_of(int(match[1])) else -1
+
+
+def numbered(folder: Path) -> list[Path]:
+    """All that has a checkpoint's name, oldest first."""
+    return sorted((p for p in folder.glob("step-*") if step_of(p) >= 0), key=step_of)
+
+
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints that were written to their end, oldest first; their files are not checked."""
+    return [p for p in numbered(folder) if (p / "state.json").is_file()]
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """state.json, after all other files: a checkpoint without it is not complete."""
+    (path / "state.json").write_text(json.dumps({**state, "checksum": digest(state)}, indent=1))
+    on_disk(path / "state.json")
+
+
 def read_state(path: Path) -> dict[str, Any]:
-    """The state of a complete checkpoint, with the number of sequences of a step; a ValueError if it cannot be read."""
-    others = complete(path.parent)
-    if path not in others:
-        below = complete(path / "checkpoints") or complete(path)
-        if below:
-            raise ValueError(f"{path} is a folder above checkpoints; use resume={below[-1]}")
-        names = ", ".join(p.name for p in others) or "none"
-        raise ValueError(f"{path} is not a complete checkpoint; complete there: {names}")
+    """The state of a complete checkpoint; a ValueError if it cannot be read, with those that can."""
+    if problem := damage(path):
+        raise unreadable({path: problem})
+    return json.loads((path / "state.json").read_bytes())
+
+
+def damage(path: Path, rank: int = 0, ranks: int = 0) -> str | None:
+    """What is not as it was saved, if anything: of state.json, and of this rank's share of the other files."""
     try:
-        return stored.read_state(path)
-    except Damaged as error:
-        raise ValueError(unreadable(path, str(error))) from None
+        state = json.loads(regular(path / "state.json").read_bytes())
+        saved, files = state.pop("checksum", None), state.get("files")
+        if saved is None:
+            return "another version of ringattn saved it: go on with that version"
+        if saved != digest(state) or state["step"] != step_of(path):
+            return "state.json is not as it was saved"
+        if {*files} != {p.name for p in path.glob("*.safetensors")}:
+            return "a file is missing, or there is one more"
+        for name in sorted(files)[rank::ranks] if ranks else ():
+            if checksum(regular(path / name)) != files[name]:
+                return f"{name} is not as it was saved"
+    except UNREADABLE as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
-def unreadable(path: Path, why: str) -> str:
-    """The error for a broken checkpoint."""
-    older = [str(p) for p in complete(path.parent) if p.name < path.name]
-    instead = f"use resume=PATH to go on from an older one: {', '.join(older)}" if older else "there is no older one"
-    return f"{path} cannot be read ({' '.join(why.split())}); {instead}"
+def unreadable(problems: dict[Path, str]) -> ValueError:
+    """The error for broken checkpoints, with the older ones."""
+    what = "; ".join(f"{path} cannot be read ({' '.join(why.split())})" for path, why in problems.items())
+    path = min(problems)
+    there = complete(path / "checkpoints") or [p for p in complete(path.parent) if p < path]
+    instead = f"use resume=PATH to go on from one of: {', '.join(map(str, there))}" if there else "none is older"
+    return ValueError(f"{what}; {instead}, or start another run=NAME")
+
+
+def regular(file: Path) -> Path:
+    """A file of a checkpoint. A pipe or a device would block or never end, and a link leads out of the folder."""
+    if file.is_symlink() or not file.is_file():
+        raise ValueError(f"{file.name} is no regular file")
+    return file
+
+
+def checksum(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "blake2b").hexdigest()
+
+
+def digest(state: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def on_disk(path: Path) -> None:
+    """A file, or a folder's names, are still there after the machine has failed."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot do it for a folder
+            raise
+    finally:
+        os.close(opened)

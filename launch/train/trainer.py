@@ -27,7 +27,7 @@ from ringattn.conf.schema import Train
 from ringattn.launch import bench
 from ringattn.launch.processes import CLOSED
 from ringattn.launch.train import data, estimate, metrics, model, parallelize, torchrun
-from ringattn.launch.train.checkpoint import Checkpoints, about, begin_of, load, newest, set_aside
+from ringattn.launch.train.checkpoint import Checkpoints, about, load, newest, resumed_from, set_aside
 from ringattn.launch.train.torchrun import Stop
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.batch import IGNORED, local_batch
@@ -299,7 +299,7 @@ def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
 
 def resume(job: Job, checkpoints: Checkpoints) -> None:
     """Go on where a checkpoint ended: the weights, the moments, and the next sequence of the data."""
-    begin, steps = begin_of(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
+    begin, steps = resumed_from(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
     path = newest(begin, checkpoints.group)
     if path is None:
         return
