@@ -77,20 +77,24 @@ def plan(
         machine=of_device(target.device, target.chip) if machine is None else load(machine),
         axes=Ranks(None, None, target.framework, target.device, here=False),
     )
-    raise_if(of_given(alone, target, docs, transport))
+    raise_if(of_given(alone, target, spec, docs, transport))
     dtype = ("float32" if target.device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
     gpus = target.gpus or (None if target.here else alone.machine.gpus)
     sizes, rates = tuple(target.sizes), hash(frozenset(RATES.items()))
     return picked(Asked(alone, sizes, gpus, strategy, layout, spec, docs, dtype, transport, rates), target)
 
 
-def of_given(alone: Plan, target: "Target", docs: Docs | None, transport: Transport) -> str | None:
+def of_given(
+    alone: Plan, target: "Target", spec: AttentionSpec, docs: Docs | None, transport: Transport
+) -> str | None:  # fmt: skip
     """Why no plan can be made of what was given."""
     if target.framework == "jax" and transport.chosen:
         return (
             f"transport={transport.chosen}: in JAX the compiler moves the blocks, so it is not supported; leave "
             "transport out"
         )
+    if spec.chunk is not None and alone.keys.seq_len != alone.seq_len:
+        return f"chunk={spec.chunk} with key_len={alone.key_len}: chunks are of one sequence; leave one of them out"
     if docs is not None and docs.length != alone.seq_len:
         return f"docs: document lengths add up to {docs.length}, and seq_len={alone.seq_len}; make them the same"
     if docs is not None and alone.keys.seq_len != alone.seq_len:

@@ -296,6 +296,8 @@ def test_ulysses_may_lie_on_several_hosts():
 def test_documents_of_one_sequence_plan_no_other():
     with pytest.raises(ValueError, match="docs with key_len=32"):
         ra.plan(seq_len=16, key_len=32, docs=ra.Docs.from_lengths([16]))
+    with pytest.raises(ValueError, match="chunk=5 with key_len=32: chunks are of one sequence"):
+        ra.plan(seq_len=16, key_len=32, spec=ra.AttentionSpec(False, chunk=5), heads=(4, 2), head_dim=8)
 
 
 def test_plans_of_one_mesh_share_what_is_cached():
