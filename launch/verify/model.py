@@ -101,10 +101,11 @@ class Row(NamedTuple):
 
 def check(options: Any) -> None:
     """A ValueError for what a model cannot be verified with, before anything is loaded."""
+    default = type(options)()
     for name in ("cases", "random"):
-        if getattr(options, name):
+        if getattr(options, name) != getattr(default, name):
             raise ValueError(f"model={options.model} is compared as a whole; leave {name} out")
-    if options.kernel != "auto" or options.precision != "float32":
+    if options.kernel != "auto" or options.dtype not in (None, "float32"):
         raise ValueError("model=: it is compared in float32, by the kernel that auto takes; leave kernel and dtype out")
     if "RANK" in os.environ:
         raise ValueError(f"model={options.model} starts its own ranks; run it without torchrun")
