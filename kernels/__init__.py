@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from ringattn.kernels.rates import LONG, rate
+from ringattn.kernels.rates import VENDOR_ROWS, rate
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Kernel:
 
     name: str
     module: str
-    named: tuple[str, ...] = ()  # devices on which "auto" skips it, since it is slow there or cannot run
+    skipped_on: tuple[str, ...] = ()  # devices on which "auto" skips it, since it is slow there or cannot run
     first: bool = False  # "auto" tries it before all others, whatever their rates
     rectangles: bool = False  # runs full and causal rectangles only
-    narrow: bool = False  # partials and gradients have the dtype of the inputs
+    low_precision: bool = False  # partials and gradients have the dtype of the inputs
 
     def load(self) -> Any:
         """The kernel: a TorchKernel, a JaxKernel or a LinearKernel, depending on the table."""
@@ -81,14 +81,18 @@ def lacking(kernel: Kernel) -> str | None:
 
 # In order of preference where no rates are known. Where they are (`rates.py`), "auto" takes the fastest.
 TABLE = (
-    Kernel("decode", "ringattn.kernels.attention.triton.decode", named=("cpu",), first=True),
-    Kernel("triton", "ringattn.kernels.attention.triton", named=("cpu",)),
-    Kernel("cudnn", "ringattn.kernels.attention.libraries.cudnn", named=("cpu",), rectangles=True, narrow=True),
-    Kernel("fa4", "ringattn.kernels.attention.libraries.fa4", named=("cpu",), narrow=True),
-    Kernel("flash", "ringattn.kernels.attention.libraries.flash", named=("cpu",), rectangles=True, narrow=True),
+    Kernel("decode", "ringattn.kernels.attention.triton.decode", skipped_on=("cpu",), first=True),
+    Kernel("triton", "ringattn.kernels.attention.triton", skipped_on=("cpu",)),
+    Kernel(
+        "cudnn", "ringattn.kernels.attention.libraries.cudnn", skipped_on=("cpu",), rectangles=True, low_precision=True
+    ),
+    Kernel("fa4", "ringattn.kernels.attention.libraries.fa4", skipped_on=("cpu",), low_precision=True),
+    Kernel(
+        "flash", "ringattn.kernels.attention.libraries.flash", skipped_on=("cpu",), rectangles=True, low_precision=True
+    ),
     Kernel("sdpa_cpu", "ringattn.kernels.attention.libraries.sdpa_cpu", rectangles=True),
-    Kernel("tiled", "ringattn.kernels.attention.tiled", named=("cuda",)),
-    Kernel("reference", "ringattn.kernels.attention.reference", named=("cuda",)),
+    Kernel("tiled", "ringattn.kernels.attention.tiled", skipped_on=("cuda",)),
+    Kernel("reference", "ringattn.kernels.attention.reference", skipped_on=("cuda",)),
 )
 BY_NAME = {kernel.name: kernel for kernel in TABLE}
 
@@ -109,9 +113,9 @@ def select(
     if impl != "auto" and impl not in (k.name for k in table):
         raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in table)}")
     if impl == "auto":
-        candidates = [k for k in table if problem.device not in k.named]
-        candidates = [k for k in candidates if not (exact and k.narrow)]
-        short = problem.rows is not None and problem.rows < LONG
+        candidates = [k for k in table if problem.device not in k.skipped_on]
+        candidates = [k for k in candidates if not (exact and k.low_precision)]
+        short = problem.rows is not None and problem.rows < VENDOR_ROWS
         candidates.sort(key=lambda k: (not k.first, 0.0 if short else -problem.rate(k.name, backward)))
     else:
         candidates = [k for k in table if k.name == impl]
@@ -122,7 +126,7 @@ def select(
     why = [f"{k.name}: {reasons[k.name]}" for k in candidates]
     others = [k for k in table if reasons[k.name] is None]
     slow = " (slow on this device)"
-    why += [f"kernel={k.name!r} would serve{slow * (problem.device in k.named)}" for k in others]
+    why += [f"kernel={k.name!r} would serve{slow * (problem.device in k.skipped_on)}" for k in others]
     raise NotImplementedError(f"no kernel serves {problem}: {'; '.join(why)}")
 
 

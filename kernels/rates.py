@@ -6,7 +6,7 @@ dims have the rates of the larger one. The masks are
 
     rectangles   every step is a few full or causal rectangles
     packed       documents without a window, or a window without documents, on one device
-    long         any other intervals, of at least FEW keys a query on average
+    long         any other intervals, of at least LONG_MASK keys a query on average
     short        any other intervals
 
 A row holds the useful TFLOP/s of long sequences in 16 bits, forward and backward. `ringattn tune what=rates` measures
@@ -26,8 +26,8 @@ import numpy as np
 
 Rates = Mapping[str, tuple[float, float]]
 
-FEW = 1024
-LONG = 2**17  # rows (queries x heads): with fewer, launching a vendor's kernel takes longer than running ours
+LONG_MASK = 1024  # keys a query
+VENDOR_ROWS = 2**17  # queries x heads: with fewer, launching a vendor's kernel takes longer than running ours
 
 RATES: dict[str, tuple[float, float]] = {
     "sm90/triton/rectangles/64": (447, 399),
@@ -114,7 +114,7 @@ def mask_of(lengths: np.ndarray, causal: bool, window: int | None, alone: bool) 
     keys = lengths / 2 if causal else lengths
     if window is not None:
         keys = np.minimum(keys, window)
-    return "long" if (keys * lengths).sum() >= FEW * lengths.sum() else "short"
+    return "long" if (keys * lengths).sum() >= LONG_MASK * lengths.sum() else "short"
 
 
 def save(rates: Rates, path: str | Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ringattn.kernels.intervals import Intervals
 
-FEW, SHORT = 16, 32  # more sequences than FEW must have SHORT queries on average
+MANY, MEAN_QUERIES = 16, 32  # more than MANY sequences must have MEAN_QUERIES queries each on average
 
 
 class Sequences(NamedTuple):
@@ -44,7 +44,7 @@ def sequences_of(begin: np.ndarray, end: np.ndarray) -> Sequences | None:
     causal = bool(np.count_nonzero(grows) >= np.count_nonzero(same))
     joins = np.concatenate([[False], grows if causal else same, [False]])  # a query and the one before it
     first, last = np.flatnonzero(live & ~joins[:-1]), np.flatnonzero(live & ~joins[1:])
-    if len(first) > max(FEW, len(begin) // SHORT):
+    if len(first) > max(MANY, len(begin) // MEAN_QUERIES):
         return None
     window = int((end - begin)[live].max()) - 1 if causal and slides.any() else None
     start = np.repeat(begin[first], last + 1 - first)

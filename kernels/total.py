@@ -76,11 +76,11 @@ class Total:
             return first.to(dtype)
         in_place = self.covers(terms[0]) and first.dtype == dtype and first.is_contiguous()
         if self.device.type == "cuda" and self.exact == torch.float32:
-            from ringattn.kernels.attention.triton.gradients import MOST, add_parts  # triton is part of torch for GPUs
+            from ringattn.kernels.attention.triton.gradients import TERMS, add_parts  # triton is part of torch for GPUs
 
-            while len(terms) > MOST:
+            while len(terms) > TERMS:
                 room = torch.empty(self.shape, dtype=self.exact, device=self.device)
-                terms = [self.whole(add_parts(room, terms[:MOST])), *terms[MOST:]]
+                terms = [self.whole(add_parts(room, terms[:TERMS])), *terms[TERMS:]]
             return add_parts(first if in_place else torch.empty(self.shape, dtype=dtype, device=self.device), terms)
         in_place = in_place and dtype == self.exact  # others would be rounded after each term
         total = first if in_place else torch.zeros(self.shape, dtype=self.exact, device=self.device)

@@ -32,7 +32,7 @@ current_gpu = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  #
 KINDS: dict[Any, int] = {}  # a number for each kind of launch
 NUMBERS = count()  # not the length of KINDS: two threads could read the same one, for two kinds
 COMPILED: dict[Any, Start | None] = {}  # by kind, or kind and addresses; None: Triton decides on each launch
-ONE = Lock()  # threads must not compile, or interpret, at the same time: the interpreter has one state for all threads
+COMPILING = Lock()  # one thread at a time compiles, or interprets: the interpreter has one state for all threads
 
 
 class Launch:
@@ -75,7 +75,7 @@ class Launch:
     def compile(self, kind: Any, tensors: tuple[Tensor, ...]) -> None:
         """Launch as Triton does, which compiles the kernel, and keep what it found for later launches of this kind."""
         launch = partial(self.kernel[self.grid], *tensors, *self.others, **self.options)
-        with ONE:
+        with COMPILING:
             compiled = launch() if self.memory is None else self.memory.copy().run(launch)
         COMPILED[kind] = None if compiled is None else start_of(compiled, self.device, self.memory)
 
@@ -135,13 +135,13 @@ class Kept(dict[Any, Any]):
     """A cache of launches, emptied when it has too many."""
 
     def keep(self, key: Any, launch: Any) -> Any:
-        if len(self) >= MOST:
+        if len(self) >= LAUNCHES:
             self.clear()
         self[key] = launch
         return launch
 
 
-MOST = 4096
+LAUNCHES = 4096  # that are kept
 READY = Kept()  # by kernel, programs, tile sizes, numbers and dtypes
 
 

@@ -39,7 +39,7 @@ from ringattn.models.nn import Attention
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE, STEPS = os.environ.get("MATRIX_DEVICE", "cpu"), int(os.environ.get("MATRIX_STEPS", "1"))
 if os.environ.get("MATRIX_LIBRARIES"):
-    kernels.LONG = 0
+    kernels.VENDOR_ROWS = 0
 S = 8 if DEVICE == "cuda" else 1  # GPU kernels have larger heads
 T, C, D, V, IGNORED = 32 * S, 32 * S, 8 * S, 64, -100
 LENGTHS = [12 * S, 20 * S]  # of packed documents, and of padded rows: multiples of what zigzag cuts them into

@@ -173,9 +173,11 @@ def test_lists_hold_every_tile_once(seed: int) -> None:
 
 def test_auto_takes_the_fastest_kernel() -> None:
     """By measured rates: here with cuDNN's refusals in the place of FA4, which this machine may lack."""
-    fa4 = Kernel("fa4", "ringattn.kernels.attention.libraries.cudnn", named=("cpu",), narrow=True)
-    triton, cudnn = (Kernel(n, f"ringattn.kernels.attention.{m}", named=("cpu",), narrow=n == "cudnn") for n, m in
-                     (("triton", "triton"), ("cudnn", "libraries.cudnn")))  # fmt: skip
+    fa4 = Kernel("fa4", "ringattn.kernels.attention.libraries.cudnn", skipped_on=("cpu",), low_precision=True)
+    triton, cudnn = (
+        Kernel(n, f"ringattn.kernels.attention.{m}", skipped_on=("cpu",), low_precision=n == "cudnn")
+        for n, m in (("triton", "triton"), ("cudnn", "libraries.cudnn"))
+    )
     both, without = (triton, cudnn, fa4), (triton, cudnn)
     for backward in (False, True):
         assert select(PROBLEM, table=both, backward=backward).name == "fa4"
@@ -246,10 +248,10 @@ def test_what_is_passed_to_fa4_gives_attention(fa4_here, monkeypatch, split: int
     """Its own forms, lists, merges into a carry, and gradients from out or from delta, without FA4 itself."""
     pytest.importorskip("triton")
     fa4, rng = fa4_here(), np.random.default_rng(0)
-    monkeypatch.setattr(fa4, "SPLIT", split)
+    monkeypatch.setattr(fa4, "SPLIT_QUERIES", split)
     thin = import_module("ringattn.kernels.attention.libraries.thin")
-    monkeypatch.setattr(thin, "THIN", few)
-    monkeypatch.setattr(thin, "LONG", split)
+    monkeypatch.setattr(thin, "KEYS_A_QUERY", few)
+    monkeypatch.setattr(thin, "LONG_ROW", split)
     oracle, kernel = over_families(reference.KERNEL), over_families(fa4.KERNEL)
     for trial in range(14):
         rows = int(rng.integers(1, 3))
@@ -350,7 +352,7 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     leaves = [x.double().cpu().requires_grad_() for x in (q, k, v)]
     truth = ra.attention(*leaves, **asked, sinks=None if sinks is None else sinks.double().cpu(), return_lse=True)
     back(truth, dout.double().cpu(), None if dlse is None else dlse.double().cpu())
-    monkeypatch.setattr(import_module("ringattn.kernels.attention.libraries.thin"), "THIN", 0)
+    monkeypatch.setattr(import_module("ringattn.kernels.attention.libraries.thin"), "KEYS_A_QUERY", 0)
     two = ring * (ring > 2)  # one of these, or none, visits queries twice
     late = property(lambda self: inf if not two or self.rank != seed % (two + 1) else -inf)
     monkeypatch.setattr(recipe.Recipe, "seconds_of_partials", late)
@@ -451,7 +453,7 @@ def test_any_intervals_equal_float64(monkeypatch, dims: tuple[int, int], part: i
     Two of five are computed as long ones are, by several of FA4's own masks. A quarter has a softcap.
     """
     fa4 = needs_fa4()
-    monkeypatch.setattr(fa4, "SPLIT", 1 if part % 2 else fa4.SPLIT)
+    monkeypatch.setattr(fa4, "SPLIT_QUERIES", 1 if part % 2 else fa4.SPLIT_QUERIES)
     oracle, kernel, (D, V) = over_families(reference.KERNEL), over_families(fa4.KERNEL), dims
     rng = np.random.default_rng((D, part))
     for trial in range(15 * part, 15 * part + 15):

@@ -126,7 +126,7 @@ def test_rows_that_lie_more_than_two_billion_numbers_apart_are_added():
     part[:, -1] = 7
     places = tuple(16 * n for n in (1 - rows, 1, 0, heads))
     gradients.launch(
-        gradients.add_kernel, (1,), (out, *[part] * gradients.MOST), (places, 1, heads),
+        gradients.add_kernel, (1,), (out, *[part] * gradients.TERMS), (places, 1, heads),
         N=1, D=1, WIDTH=1, ROWS=heads, IN_PLACE=False,
     )  # fmt: skip
     assert (out == 7).all()

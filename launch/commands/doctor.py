@@ -204,7 +204,7 @@ def choice(kernel: kernels.Kernel, problem: kernels.Problem, first: str) -> Find
     """Why a kernel is not the one that serves, and what installing it would gain."""
     if (why := kernels.gain(kernel, problem, first) or kernel.refuses(problem)) is not None:
         return Finding("none", f"  {kernel.name}", why)
-    serves = "would serve if named; slow here" if problem.device in kernel.named else "would serve too"
+    serves = "would serve if named; slow here" if problem.device in kernel.skipped_on else "would serve too"
     return Finding("ok", f"  {kernel.name}", serves)
 
 

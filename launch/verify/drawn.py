@@ -30,7 +30,7 @@ def draw(seed: int, ranks: int | None, dtype: str | None, kernel: str, device: s
     """The call of this number; ranks and dtype are drawn unless given, the kernel where it is auto."""
     r = random.Random(seed)
     tables = {"linear": linear_table, "attention": kernels.TABLE, "cache": kernels.TABLE}
-    named = {kind: [k.name for k in table if device not in k.named] for kind, table in tables.items()}
+    named = {kind: [k.name for k in table if device not in k.skipped_on] for kind, table in tables.items()}
     every = {kind: {"auto", *(k.name for k in table)} for kind, table in tables.items()}
     count, kind = ranks or r.choice(RANKS), r.choice([kind for kind in CALLS if kernel in every[kind]])
     ulysses = r.choice([u for u in range(1, count + 1) if count % u == 0])

@@ -89,7 +89,7 @@ def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[st
         forward, backward = (rate_of(name, each, machine, i > 0) for i, name in enumerate(names))
         return forward, backward
 
-    narrow = names[1] in kernels.BY_NAME and kernels.BY_NAME[names[1]].narrow
+    narrow = names[1] in kernels.BY_NAME and kernels.BY_NAME[names[1]].low_precision
     by_keys = None if problem.rectangles or problem.mask == "packed" else (rates("short"), rates("long"))
     return names[0], Rates(*rates(problem.mask), narrow, names[1], by_keys)
 
@@ -206,7 +206,7 @@ def dtype_of_gradients(asked: Asked, plan: Plan) -> str:
         typical = Shape(plan.seq_len, plan.keys.seq_len, 32, 8, 128, 128)
         arch = asked.machine.arch
         name = chosen(problem_of(plan, asked.shape or typical, asked.spec, asked.dtype, asked.docs, arch), plan, True)
-    return "input" if name in kernels.BY_NAME and kernels.BY_NAME[name].narrow else "float32"
+    return "input" if name in kernels.BY_NAME and kernels.BY_NAME[name].low_precision else "float32"
 
 
 def problem_of(

@@ -188,7 +188,7 @@ def kernel_report(plan: Plan, problem: Problem | None) -> list[str]:
     names = chosen if chosen == back else f"{chosen}, backward {back}"
     lines = [f"kernel {kernel} -> {names} ({device}, {problem.dtype}, head dim {problem.head_dim}{why})"]
     for other in kind.TABLE:
-        serves = "would serve, slowly, if named" if device in other.named else "would serve"
+        serves = "would serve, slowly, if named" if device in other.skipped_on else "would serve"
         if other.name not in (chosen, back, "decode"):  # which is for few queries: of no interest in a plan
             more = None if plan.framework == "jax" else kernels.gain(other, problem, chosen)
             lines.append(f"  {other.name}: {more or other.refuses(problem) or serves}")

@@ -55,9 +55,9 @@ OLD = NEEDED.difference(signature(_flash_attn_fwd).parameters)
 OLD |= (NEEDED | {"dlse"}).difference(signature(_flash_attn_bwd).parameters)
 DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
 PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
-SPLIT = 4096  # a backward pass of so many queries takes a few of FA4's own masks rather than lists
-CALLS = 3  # how many such masks at most: each prepares its queries, and its gradients are added up
-ONE = Lock()  # threads must not compile at the same time: FA4's compiler keeps what it works on for the whole process
+SPLIT_QUERIES = 4096  # a backward pass of so many queries takes a few of FA4's own masks rather than lists
+MOST_CALLS = 3  # how many such masks at most: each prepares its queries, and its gradients are added up
+COMPILING = Lock()  # one thread at a time: FA4's compiler keeps what it works on for the whole process
 
 
 class Sizes(NamedTuple):
@@ -141,7 +141,7 @@ def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
     Lists cost a backward pass 5% and more, and adding up the gradients of two calls less than 1%, but for short
     sequences.
     """
-    if where.rectangles is None or where.host is None or q_BTHD.shape[1] < SPLIT:
+    if where.rectangles is None or where.host is None or q_BTHD.shape[1] < SPLIT_QUERIES:
         return ()
     begin, end = where.host[0][0], where.host[1][0]
     starts = sorted({x.queries.start for x in where.rectangles})
@@ -159,7 +159,7 @@ def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
 
 def are_full(where: Intervals, q_BTHD: Tensor) -> bool:
     """Whether many queries see a few runs of keys whole."""
-    if where.rectangles is None or where.host is None or q_BTHD.shape[0] > 1 or q_BTHD.shape[1] < SPLIT:
+    if where.rectangles is None or where.host is None or q_BTHD.shape[0] > 1 or q_BTHD.shape[1] < SPLIT_QUERIES:
         return False
     return len(where.rectangles) > 1 and all(x.mask is False for x in where.rectangles)
 
@@ -214,7 +214,7 @@ def blocks(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
         return ()
     groups = staircases(where.rectangles or ())
     calls: list[list[Rectangle]] = [[] for _ in range(max(map(len, groups)))]
-    if len(calls) > CALLS:
+    if len(calls) > MOST_CALLS:
         return ()
     for stairs in groups:
         seen = stairs[0].keys.start
@@ -318,13 +318,13 @@ def forward(
     tensors: tuple[Tensor, ...] = q_BTHD, k_BSGD, v_BSGV
     if isinstance(mask, Listed):
         given |= {"mask_mod": sees, "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
-        with ONE:
+        with COMPILING:
             out, lse = _flash_attn_fwd(*tensors, **given)[:2]
         lse = nan_kept(lse) if mask.empty is None else nan_kept(lse).masked_fill_(mask.empty, NEVER)
         return out, heads_first(lse)
     if mask.packed:
         tensors = tuple(x.flatten(0, 1) for x in tensors)
-    with ONE:
+    with COMPILING:
         out, lse = _flash_attn_fwd(*tensors, **given, **mask.options)[:2]
     lse = nan_kept(lse) if mask.empty is None else nan_kept(lse).masked_fill_(mask.empty, NEVER)
     if mask.packed:  # [H, B * T]
@@ -363,7 +363,7 @@ def backward(
         if mask.packed:
             tensors = tuple(x.flatten(0, 1) for x in tensors)
             lse, options["dlse"] = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, options["dlse"]))
-    with ONE:
+    with COMPILING:
         dq, dk, dv = _flash_attn_bwd(*tensors, lse, **options)[:3]
     return dq.view(q_BTHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGV.shape)
 
@@ -382,7 +382,7 @@ def write(
     announce()
     given = {"softmax_scale": scale, "softcap": softcap, "return_lse": True, "out": into.out[0], "lse": into.lse[0].T}
     given |= cached(where, "sequences", lambda: options_of(where, q_BTHD.device))
-    with ONE:
+    with COMPILING:
         _flash_attn_fwd(*(unit_stride(x)[0] for x in (q_BTHD, k_BSGD, v_BSGV)), **given)
 
 
@@ -418,7 +418,7 @@ def backward_disjoint(
         given = {"softmax_scale": scale, "softcap": softcap or 0.0, "dq": dq, "dk": dk, "dv": dv, **options}
         if delta is not None:
             given["dlse"] = -delta[:, queries].contiguous()
-        with ONE:
+        with COMPILING:
             _flash_attn_bwd(q, k[keys], v[keys], out, dout, lse[:, queries].contiguous(), **given)
         if len(calls) == 1:
             return dk[None], dv[None]

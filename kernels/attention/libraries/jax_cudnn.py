@@ -43,8 +43,8 @@ def prepare(
     return q, dout.astype(q.dtype), lse, Delta(out.astype(q.dtype), dlse)
 
 
-FEW = 4  # so many packed documents are calls of their own
-MANY = 32  # and so many are one call: its lse takes memory for all of its tokens in each document
+SINGLE_CALLS = 4  # so many packed documents are calls of their own
+DOCUMENTS_A_CALL = 32  # and so many are one call: its lse takes memory for all of its tokens in each document
 
 
 def rectangles(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...] | None:
@@ -54,7 +54,7 @@ def rectangles(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle
         windows, starts = form.window is not None, form.starts is not None  # it has no packed documents with windows
         if windows and not starts and queries == len(range(form.keys.stop)[form.keys]):
             return (Rectangle(form.queries, form.keys, form),)
-        if starts and not windows and len(form.starts or ()) > FEW + 1 and packs():
+        if starts and not windows and len(form.starts or ()) > SINGLE_CALLS + 1 and packs():
             return packed(form)
     return rectangles_of(begin, end, flips=True)
 
@@ -67,11 +67,11 @@ def packs() -> bool:
 
 
 def packed(form: Form) -> tuple[Rectangle, ...]:
-    """Packed documents as one rectangle for each MANY of them."""
+    """Packed documents as one rectangle for each DOCUMENTS_A_CALL of them."""
     assert form.starts is not None
     rectangles = []
-    for i in range(0, len(form.starts) - 1, MANY):
-        starts = form.starts[i : i + MANY + 1]
+    for i in range(0, len(form.starts) - 1, DOCUMENTS_A_CALL):
+        starts = form.starts[i : i + DOCUMENTS_A_CALL + 1]
         rows, columns = (slice(starts[0] + x.start, starts[-1] + x.start) for x in (form.queries, form.keys))
         local = tuple(start - starts[0] for start in starts)
         rectangles.append(Rectangle(rows, columns, form._replace(queries=rows, keys=columns, starts=local)))

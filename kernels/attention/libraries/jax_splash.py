@@ -24,7 +24,7 @@ from ringattn.kernels.partial import NEVER
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.kernels.varying import axes_of
 
-MOST = 512  # queries and keys of a block, at most
+BLOCK = 512  # queries and keys of a block, at most
 
 
 def refuses(problem: Problem) -> str | None:
@@ -85,7 +85,7 @@ def backward(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as stock
 
     q, k, v = operands(q_BTHD, k_BSGD, v_BSGV, scale)
-    some, bq = nonempty(seen), divided(q_BTHD.shape[1], MOST)
+    some, bq = nonempty(seen), divided(q_BTHD.shape[1], BLOCK)
     dout, lse, delta = rows
     dout = by_heads(jnp.where(some[..., None], dout, 0), bq)
     lse, delta = jnp.where(some, lse, jnp.inf), jnp.where(some, delta, 0)  # exp(score - inf) = 0
@@ -122,7 +122,7 @@ def operands(q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, scale: float) -> tuple
             "kernel='stock_splash' does not support values that vary along mesh axes; use shard_map(check_vma=False), "
             "or kernel='splash'"
         )
-    bq, bk = divided(q_BTHD.shape[1], MOST), divided(k_BSGD.shape[1], MOST)
+    bq, bk = divided(q_BTHD.shape[1], BLOCK), divided(k_BSGD.shape[1], BLOCK)
     return by_heads(q_BTHD * jnp.asarray(scale, q_BTHD.dtype), bq), by_heads(k_BSGD, bk), by_heads(v_BSGV, bk)
 
 
@@ -159,7 +159,7 @@ def kernel_of(
             index = np.arange(keys)[at[1]]
             return (begin[at[0]] <= index) & (index < end[at[0]])
 
-    bq, bk = divided(queries[1], MOST), divided(keys, MOST)
+    bq, bk = divided(queries[1], BLOCK), divided(keys, BLOCK)
     sizes = stock.BlockSizes(block_q=bq, block_kv=bk, block_q_dkv=bq, block_kv_dkv=bk, block_q_dq=bq, block_kv_dq=bk)
     return stock.make_splash_mha(
         masks.MultiHeadMask([Mask()] * queries[0]), block_sizes=sizes, head_shards=1, q_seq_shards=1,

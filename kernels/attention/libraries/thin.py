@@ -19,8 +19,8 @@ from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.rows import EVERY, NONE, Rows
 from ringattn.kernels.total import Total
 
-THIN = 1024  # keys a query: with fewer our own kernel takes less than another pass over all queries
-LONG = 4096  # queries of a row that goes as several
+KEYS_A_QUERY = 1024  # keys a query: with fewer our own kernel takes less than another pass over all queries
+LONG_ROW = 4096  # queries of a row that goes as several
 
 
 class Thin(NamedTuple):
@@ -47,10 +47,10 @@ def thinned(where: Intervals) -> Thin | None:
     begin, end = (x.astype(np.int64) for x in where.host)
     (queries, keys), seen = extent(where), np.maximum(end - begin, 0)
     live = np.count_nonzero(seen)
-    if int(seen.sum()) >= THIN * live:
+    if int(seen.sum()) >= KEYS_A_QUERY * live:
         return None
     T = begin.shape[1]
-    few = keys.stop - keys.start <= THIN and T >= LONG
+    few = keys.stop - keys.start <= KEYS_A_QUERY and T >= LONG_ROW
     rows = next(n for n in (32, 16, 8, 4, 2, 1) if T % n == 0) if few else 1
     return Thin(keys, within(where, slice(0, T), keys.start), 2 * live < queries.stop - queries.start, rows)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ringattn.kernels.triton import cdiv, launch, power_of_2
 
-MOST = 16  # terms that one pass can add
+TERMS = 16  # terms that one pass can add
 Term = tuple[Tensor, tuple[int, int], tuple[int, int]]  # of a gradient, for these half-open ranges of rows and heads
 
 
@@ -50,7 +50,7 @@ def add_kernel(
 
 
 def add_parts(out: Tensor, terms: Sequence[Term]) -> Tensor:
-    """The sum of up to MOST terms, added in float32 in their order, into `out`, which may be the first of them.
+    """The sum of up to TERMS terms, added in float32 in their order, into `out`, which may be the first of them.
 
     Each batch of packed documents has other ranges, and another number of them. For few kernels to be compiled, ranges
     come as 16 n + 8, which the compiler cannot tell apart, and terms as a power of two, of which the last are empty.
@@ -61,7 +61,7 @@ def add_parts(out: Tensor, terms: Sequence[Term]) -> Tensor:
     places = [16 * n + 8 for _, rows, heads in terms for n in (*rows, *heads)] + [8] * (4 * (count - len(terms)))
     width = power_of_2(D)
     rows = max(1, 4096 // width)
-    tensors = (out, *grads, *[grads[-1]] * (MOST - len(grads)))
+    tensors = (out, *grads, *[grads[-1]] * (TERMS - len(grads)))
     launch(
         add_kernel, (cdiv(T * H, rows), B), tensors, (tuple(places), T, H), N=count, D=D, WIDTH=width, ROWS=rows,
         IN_PLACE=out is terms[0][0],
