@@ -67,8 +67,8 @@ test-mutants: $(READY)  ## change the source in many small ways, each of which a
 train: $(READY)  ## train a small model whose sequence is spread over ranks
 	$(RUN)/python -m ringattn train $(ARGS)
 
-bench: $(READY)  ## measure on this machine (ARGS='memory out=FILE', 'kernels', ...)
-	$(RUN)/python -m ringattn bench $(or $(ARGS),memory)
+bench: $(READY)  ## measure on this machine (ARGS='ring out=FILE', 'kernels', ...)
+	$(RUN)/python -m ringattn bench $(or $(ARGS),ring device=cpu ranks=2 tokens=8192 heads=8 kv_heads=2 head_dim=64)
 
 pictures: $(READY)  ## draw the pictures of docs/, and write the signatures into its reference
 	$(RUN)/python docs/pictures/draw.py

@@ -3,7 +3,6 @@
 #
 #     benchmarks/h200.sh OUT kernels linear            # any of the names below; one GPU, or four, as it says
 #     RANKS=2 benchmarks/h200.sh OUT ring prefill      # on two instead of four
-#     PROCESSES=2 benchmarks/h200.sh OUT ring prefill  # four ranks' work on two, each playing one: for times only
 #
 # Every name writes OUT/NAME.jsonl. Ratios within one run are evidence, single times are not.
 set -uo pipefail
@@ -14,21 +13,25 @@ shift
 mkdir -p "$OUT"
 
 R=${RANKS:-4}
-P=${PROCESSES:-0}
 bench() { python3 -m ringattn bench "$1" out="$OUT/$name.jsonl" "${@:2}"; }
 
 # one GPU
-kernels() { bench kernels; } # with FlashAttention-4 installed, and again without it
-linear() { # beside flash-linear-attention, if it is installed
-    bench linear cases=errors gate_dtype=float32
-    bench linear # flash-linear-attention tries its kernels out for a minute or two
+kernels() { # with FlashAttention-4 installed, and again without it
+    bench kernels mask=causal,full,short tokens=8192,32768,131072
+    bench kernels mask=4096 tokens=65536 && bench kernels head_dim=64
+}
+linear() { # beside flash-linear-attention, if it is installed, which tries its kernels out for a minute or two
+    for rule in gated delta kimi; do bench kernels rule=$rule heads=16 tokens=32768,131072; done
 }
 
 # four GPUs
-ring() { bench ring ranks=$R processes=$P tokens=16384,32768,131072; }
-documents() { bench ring ranks=$R tokens=131072 mask=long && bench ring ranks=$R tokens=131072 mask=short; }
+ring() { bench ring ranks=$R tokens=16384,32768,131072; }
+documents() { bench ring ranks=$R tokens=131072 mask=long,short; }
 window() { bench ring ranks=$R tokens=131072 mask=4096; }
-peers() { bench ring ranks=$R tokens=16384,32768,131072 kernel=cudnn peers=allgather,alltoall; }
+peers() {
+    bench ring ranks=$R tokens=16384,32768,131072 kernel=cudnn
+    torchrun --nproc-per-node "$R" benchmarks/context_parallel.py 16384 32768 131072
+}
 groups() { # Ulysses and gather, whole and by groups of heads, through both transports
     for n in 1 2 4; do
         bench ring ranks=$R ulysses=$R strategy=ulysses tokens=32768,131072 groups=$n transports=symmetric,group
@@ -37,15 +40,13 @@ groups() { # Ulysses and gather, whole and by groups of heads, through both tran
 }
 graphs() { bench ring ranks=$R tokens=16384 transports=group,symmetric graphs=true; }
 memory() { bench ring ranks=$R tokens=262144,524288,1048576 modes=forward+backward floor=false repeats=1 warmup=1; }
-prefill() {
-    bench prefill device=cuda ranks=$R processes=$P heads=32 kv_heads=8 head_dim=128 tokens=8192,32768,131072 chunk=8192
-}
-decode() { bench decode ranks=$R transports=auto,group,symmetric; }
-scan() { bench scan ranks=$R processes=$P tokens=8192,131072,262144; }
+prefill() { bench inference ranks=$R ways=ring,whole,chunks tokens=8192,32768,131072 repeats=3; }
+decode() { bench inference ranks=$R ways=decode,row,graph tokens=1048576 transports=auto,group,symmetric; }
+scan() { bench ring ranks=$R rule=gated heads=16 scan=gather,ring,pipeline tokens=$((8192 * R)),$((131072 * R)); }
 jax() { bench jax ranks=$R kernel=cudnn; }
 train() { # 7 blocks a GPU of the 8-billion shape, and their floor
     python3 -m ringattn train experiment=h200_long model.layers=$((7 * R)) nproc=$R steps=8 picture=false folder="$OUT" run=long
-    bench step run="$OUT/long"
+    python3 benchmarks/step.py "$OUT/long"
 }
 million() {
     python3 -m ringattn train experiment=million model.layers=$R nproc=$R picture=false folder="$OUT" run=million

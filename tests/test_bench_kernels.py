@@ -1,109 +1,74 @@
-"""`ringattn bench kernels` on a CPU, at sizes that take a moment: every case, its rows and its wrong calls."""
+"""`ringattn bench kernels` and `inference` on a CPU, at sizes that take a moment: their rows and their wrong calls."""
 
-import json
-import re
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from ringattn.launch.bench import linear, main
-from ringattn.launch.bench.kernels import CASES, Options, chosen, doc_lengths, inputs, useful_flops
-from ringattn.launch.bench.peers import CONTESTANTS
+from ringattn.launch.bench import main
+from ringattn.launch.bench.kernels import Options
+from ringattn.launch.bench.masks import case_of
+from ringattn.launch.bench.peers import ATTENTION, LINEAR, inputs, linear_inputs
+from ringattn.launch.rows import Row, read
 
-SMALL = ["tokens=96", "heads=4", "kv_heads=2", "device=cpu", "rounds=1"]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_case_gives_a_line_for_each_contestant(case: str, tmp_path: Path) -> None:
-    out = tmp_path / "lines.jsonl"
-    assert main(["kernels", f"cases={case}", "impls=tiled", f"out={out}", *SMALL]) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    name = re.sub(r"\d+k", "96", case)  # by the length that it has here
-    assert {row["case"] for row in rows} >= {name}
-    others = {"torch", "no plan", "a plan", "documents"} if case == "host" else set()
-    assert {row["impl"] for row in rows} == {"tiled", *others}
-    assert all(row["tokens"] == 96 for row in rows)
-    if CASES[case].kind == "attention":
-        of_case = [row for row in rows if row["case"] == name]
-        assert [row["pass"] for row in of_case] == ["forward", "backward", "both"]
-        assert all(row["tflops"] > 0 for row in of_case)
-    if CASES[case].kind == "errors":
-        assert all(rows[0][f"error_{name}"] < 2e-6 for name in ("out", "dq", "dk", "dv", "lse"))
+SMALL = ["heads=4", "kv_heads=2", "head_dim=16", "device=cpu"]
 
 
-def test_linear_has_a_line_for_each_pass_and_each_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("kda_32k_30docs", "errors_kda"):
-        monkeypatch.setitem(linear.CASES, name, replace(linear.CASES[name], heads=2, key_dim=16, value_dim=16))
-    out = tmp_path / "lines.jsonl"
-    words = ["cases=kda_32k_30docs,errors_kda", f"out={out}", "tokens=64", "device=cpu", "rounds=1"]
-    assert main(["linear", *words, "impls=chunkwise,op,states"]) == 0
-    times, errors = [], []
-    for row in map(json.loads, out.read_text().splitlines()):
-        (errors if row["case"] == "errors_kda" else times).append(row)
-    passes = ("forward", "backward", "both")
-    assert [(row["impl"], row["pass"]) for row in times] == [(n, p) for n in ("op", "states") for p in passes]
-    assert all(row["over_states"] > 0 and row["tokens_per_us"] > 0 for row in times[:3])
-    assert [row["impl"] for row in errors] == ["chunkwise", "op"]
-    assert all(row[f"error_{n}"] < 2e-6 for row in errors for n in ("out", "dq", "dk", "dv", "dg", "dbeta"))
+def rows_of(folder: Path, suite: str, *words: str) -> list[Row]:
+    out = folder / "lines.jsonl"
+    assert main([suite, f"out={out}", *SMALL, *words]) == 0
+    return read(out)
 
 
-@pytest.mark.parametrize("case", ["causal_8k_d64", "docs_64k_d64", "square_16k"])
-def test_auto_is_beside_each_kernel_in_turns(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "lines.jsonl"
-    assert main(["kernels", f"cases={case}", f"out={out}", "rounds=3", *SMALL[:-1]]) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {"auto", "tiled"} <= {row["impl"] for row in rows} and "auto: " in capsys.readouterr().out
-    assert all(row["over_tiled"] > 0 for row in rows if row["impl"] == "auto")
+def test_every_contestant_has_a_line_for_each_mask_length_and_pass(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "kernels", "tokens=96,128", "mask=causal,even:32", "impls=auto,sdpa_cpu,tiled", "rounds=2")
+    passes = "forward", "backward", "both"
+    cases = [(mask, n, what) for mask in ("causal", "even:32") for n in (96, 128) for what in passes]
+    assert [(r["mask"], r["tokens"], r["pass"]) for r in rows[::3]] == cases
+    assert all(r["tflops"] > 0 and r["over_tiled"] > 0 for r in rows if r["impl"] == "auto")
+    auto, sdpa = rows_of(tmp_path, "kernels", "tokens=96", "impls=auto,sdpa_cpu", "backward=false", "rounds=1")[-2:]
+    assert auto["over_sdpa_cpu"] == pytest.approx(sdpa["ms"] / auto["ms"])  # of one round
+    pairs = 96 * 97 / 2
+    assert auto["tflops"] == pytest.approx(4 * 16 * 4 * pairs / 1e9 / auto["ms"])
 
 
-def test_what_a_kernel_and_attention_compute_of_a_case_is_the_same() -> None:
-    for case in ("causal_8k", "window_64k", "docs_64k"):
-        given = inputs(replace(CASES[case], tokens=96), Options(device="cpu", heads=4, kv_heads=2))
-        passes = [CONTESTANTS[name](given) for name in ("auto", "tiled")]
-        (out, (partial, _)), grads = (call["forward"]() for call in passes), [call["backward"]() for call in passes]
-        for x, y in zip((out, *grads[0]), (partial, *grads[1]), strict=True):
-            torch.testing.assert_close(x.detach(), y)
+@pytest.mark.parametrize("mask", ["causal", "7", "even:24", "full"])
+def test_what_a_kernel_and_attention_compute_of_a_case_is_the_same(mask: str) -> None:
+    given = inputs(case_of(mask, 96), Options(device="cpu", heads=4, kv_heads=2, head_dim=16))
+    (out, grads), (partial, exact) = (
+        (call["forward"](), call["backward"]()) for call in (ATTENTION[name](given) for name in ("auto", "tiled"))
+    )
+    for x, y in zip((out, *grads), (partial.out, *exact), strict=True):
+        torch.testing.assert_close(x.detach(), y)
 
 
-def test_a_case_is_called_by_the_length_that_it_has() -> None:
-    assert chosen(Options(device="cpu")) == CASES
-    longer = chosen(Options(device="cpu", tokens=2048))
-    assert list(longer) == [
-        "causal_2k", "causal_2k_d64", "causal_2k_d256", "full_2k", "full_2k_d64", "window_2k", "docs_2k",
-        "docs_2k_d64", "docs_2k_mix", "square_2k", "decode_2k", "decode_8x2k", "errors_2k", "host",
-    ]  # fmt: skip
-    assert {case.tokens for case in longer.values()} == {2048} and longer["causal_2k_d64"].dim == 64
-    assert longer["decode_8x2k"].batch == 8
+@pytest.mark.parametrize("rule", ["gated", "delta", "kimi"])
+def test_a_kernel_and_linear_attention_compute_the_same(rule: str, tmp_path: Path) -> None:
+    given = linear_inputs(case_of("causal", 64), Options(device="cpu", rule=rule, heads=2, head_dim=16))
+    (out, grads), (found, exact) = (
+        (call["forward"](), call["backward"]()) for call in (LINEAR[name](given) for name in ("auto", "chunkwise"))
+    )
+    for x, y in zip((out, *grads), (found[0], *(x for x in exact[:5] if x is not None)), strict=True):
+        torch.testing.assert_close(x.detach(), y, atol=1e-5, rtol=1e-4)
+    rows = rows_of(tmp_path, "kernels", "tokens=64", f"rule={rule}", "rounds=1")
+    assert {r["impl"] for r in rows} == {"auto", "chunkwise"} and all(r["tokens_per_us"] > 0 for r in rows)
 
 
-def test_contestants_of_one_case_are_compared(tmp_path: Path) -> None:
-    out = tmp_path / "lines.jsonl"
-    main(["kernels", "cases=full_16k", "impls=sdpa_cpu,tiled", "backward=false", f"out={out}", *SMALL])
-    sdpa, tiled = (json.loads(line) for line in out.read_text().splitlines())
-    assert tiled["over_sdpa_cpu"] == pytest.approx(sdpa["ms"] / tiled["ms"])  # of one round
+def test_a_mask_of_several_calls_leaves_the_kernels_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(tmp_path, "kernels", "tokens=96", "mask=shared:20:6:4", "rounds=1")
+    assert {r["impl"] for r in rows} == {"auto"}
+    assert "tiled: this mask takes several calls of a kernel" in capsys.readouterr().err
 
 
-def test_useful_work_counts_the_pairs_that_are_seen() -> None:
-    options = Options(heads=2, kv_heads=1, device="cpu")
-    for name, pairs in (("causal_8k", 8192 * 8193 // 2), ("full_8k", 8192**2)):
-        assert useful_flops(inputs(CASES[name], options)) == 4 * 128 * 2 * pairs
-
-
-def test_documents_are_always_the_same_and_have_the_requested_mean_length() -> None:
-    lengths = np.array(doc_lengths(65536))
-    assert lengths.sum() == 65536 and lengths.min() >= 100 and lengths.max() <= 16384 and 1700 < lengths.mean() < 2300
-    assert (lengths == doc_lengths(65536)).all()
-
-
-def test_decode_reads_all_keys_with_one_query() -> None:
-    given = inputs(CASES["decode_128k"], Options(heads=2, kv_heads=1, device="cpu"), queries=1)
-    assert given.q.shape[1] == 1 and given.where.end.tolist() == [[131072]] and given.k.dtype == torch.float32
-
-
-@pytest.mark.parametrize("word", ["cases=casual_8k", "impls=tilde", "tokens=many"])
+@pytest.mark.parametrize("word", ["mask=casual", "impls=tilde", "tokens=many"])
 def test_a_wrong_word_is_one_sentence(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", word, "device=cpu"]) == 2
+    assert main(["kernels", word, "device=cpu", "head_dim=8"]) == 2
     assert word.split("=")[0] in capsys.readouterr().err
+
+
+def test_tokens_are_decoded_beside_a_copy_and_prompts_beside_a_ring(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "inference", "tokens=64", "chunk=16", "ranks=2", "repeats=1", "moves=auto,queries")
+    assert [r["way"] for r in rows] == ["decode", "row", "ring", "whole", "chunks", "chunks"]
+    assert [r["moves"] for r in rows[2:]] == ["keys", "keys", "keys", "queries"]
+    assert all(r["ratio"] == r["floor_ms"] / r["ms"] for r in rows if r["way"] != "ring")
+    assert {r["floor_ms"] for r in rows[3:]} == {rows[2]["ms"]}

@@ -127,16 +127,13 @@ def test_every_benchmark_has_help(suite, capsys):
         (["plot", "nowhere.jsonl"], "nowhere.jsonl is no file; give a file of benchmark lines"),
         (["bench", "kernel"], "no suite 'kernel'; did you mean 'kernels'?"),
         (["bench", "kernels", "heads=3"], "8 key heads do not divide 3 query heads"),
-        (["bench", "memory", "ranks=1,0"], "ranks=0: must be above 0"),
-        (["bench", "memory", "ranks=2", "tokens=64", "strategy=foo"], "strategy='foo': choose one of"),
-        (["bench", "prefill", "chunk=3", "tokens=4"], "chunk=3 does not divide tokens=4"),
         (["bench", "ring", "mask=foo"], "mask=foo: choose causal"),
         (["bench", "ring", "modes=back"], "modes=back: choose one of forward, forward+backward"),
         (["bench", "ring", "device=cpu", "ranks=9999", "tokens=64"], "9999 ranks, each a process here"),
-        (["bench", "scan", "out=a", "out=b"], "out is given twice"),
-        (["bench", "step"], "name the folder of a training run"),
-        (["bench", "step", "run=nowhere"], "run=nowhere: no config.json there"),
-        (["bench", "traffic", "ranks=1"], "ranks=1: there can be 2 to"),
+        (["bench", "ring", "ranks=0"], "ranks=0: must be above 0"),
+        (["bench", "ring", "device=cpu", "ranks=2", "tokens=64", "strategy=foo"], "strategy='foo': choose one of"),
+        (["bench", "inference", "chunk=3", "tokens=4"], "chunk=3 does not divide tokens=4"),
+        (["bench", "ring", "out=a", "out=b"], "out is given twice"),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -148,24 +145,23 @@ def test_a_wrong_word_is_one_sentence(argv, output, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-@pytest.mark.parametrize("suite", ["decode", "kernels", "linear", "memory", "prefill", "ring", "scan"])
+@pytest.mark.parametrize("suite", ["inference", "kernels", "ring"])
 def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
-    assert words.main(["bench", suite, "device=cuda"]) == 2
+    assert words.main(["bench", suite]) == 2
     assert "torch sees no GPU here; on a CPU use device=cpu tokens=1024" in capsys.readouterr().err
-    if suite not in ("memory", "prefill"):  # whose own sizes are a CPU's
-        assert words.main(["bench", suite, "device=cpu"]) == 2
-        more = "" if suite in ("kernels", "linear") else " ranks=2 repeats=2"
-        assert f"the lengths are a GPU's; on a CPU use device=cpu tokens=1024{more}\n" in capsys.readouterr().err
+    assert words.main(["bench", suite, "device=cpu"]) == 2
+    more = "" if suite == "kernels" else " ranks=2 repeats=2"
+    assert f"the lengths are a GPU's; on a CPU use device=cpu tokens=1024{more}\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
-    [("decode", "kv_heads=2"), ("prefill", "kv_heads=2", "chunk=64"), ("ring", "kv_heads=2"), ("scan", "scan=ring")],
-    ids=lambda argv: argv[0],
+    [("inference", "chunk=32"), ("ring",), ("ring", "rule=gated", "scan=ring")],
+    ids=" ".join,
 )
 def test_a_benchmark_prints_each_row_as_it_comes(argv):
-    small = ("heads=4", "device=cpu", "tokens=64", "ranks=2", "repeats=1")
+    small = ("heads=4", "kv_heads=2", "device=cpu", "tokens=64", "ranks=2", "repeats=1")
     ended = start(sys.executable, "-m", "ringattn", "bench", *argv, *small)
     assert 0 < ended.stderr.count("tokens=64") == len(ended.stdout.splitlines()) - 1, ended.stderr
 
@@ -450,7 +446,11 @@ def test_plot_prints_the_usual_options_once_and_its_legend_below_the_bars():
 
 @pytest.mark.parametrize(
     "argv",
-    [("plot", "{0}/rows.jsonl", "out={0}/none/a.svg"), ("bench", "traffic", "out={0}/none/a"), ("plot", "{0}/run")],
+    [
+        ("plot", "{0}/rows.jsonl", "out={0}/none/a.svg"),
+        ("bench", "ring", "device=cpu", "tokens=64", "out={0}/none/a"),
+        ("plot", "{0}/run"),
+    ],
     ids=lambda argv: argv[0],
 )
 def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_measured(argv, tmp_path, capsys, monkeypatch):
@@ -458,7 +458,7 @@ def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_measured(a
     written(tmp_path / "rows.jsonl", LINES)
     (tmp_path / "run").mkdir()
     written(tmp_path / "run" / "metrics.jsonl", [])
-    monkeypatch.setattr(import_module("ringattn.launch.bench.traffic"), "run", lambda options: pytest.fail("measured"))
+    monkeypatch.setattr(import_module("ringattn.launch.bench.ring"), "run", lambda options: pytest.fail("measured"))
     assert words.main([word.format(tmp_path) for word in argv]) == 2
     where = f"out={tmp_path}/none/a"
     output = capsys.readouterr().err

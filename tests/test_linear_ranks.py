@@ -1,7 +1,6 @@
 """Gated linear attention over ranks equals the recurrence run token by token: out, end state, all gradients."""
 
 import importlib
-import json
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -18,7 +17,6 @@ from ringattn.comms.local import run
 from ringattn.comms.mesh import axis
 from ringattn.comms.scan import Relay, add_up, broadcast
 from ringattn.kernels.linear.maps import Map
-from ringattn.launch import bench
 from ringattn.launch.processes import run as run_processes
 from ringattn.layouts.layout import BLOCKS, MAKERS, block, positions_of
 from ringattn.plans.machine import load
@@ -168,16 +166,6 @@ def test_bytes_a_rank_sends_do_not_depend_on_the_length(layout, scan):
     for forward, backward in counts[0]:
         assert forward <= rows * H * K * V * 4 and backward <= rows * H * K * V * 4
     assert max(forward for forward, _ in counts[0]) == rows * H * K * V * 4  # the state itself: no decay travels
-
-
-def test_the_benchmark_counts_the_same_bytes_for_any_length(tmp_path):
-    out = tmp_path / "lines.jsonl"
-    words = "device=cpu ranks=2 tokens=64,256 heads=2 key_dim=8 value_dim=8 scan=ring,gather repeats=1"
-    assert bench.main(["scan", f"out={out}", *words.split()]) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 8 and all(row["ms"] > 0 and row["floor_ms"] > 0 for row in rows)
-    assert [row["MB"] for row in rows[:4]] == [row["MB"] for row in rows[4:]]
-    assert rows[0]["scan"] == "ring" and rows[0]["MB"] == 2 * 8 * 8 * 4 / 1e6
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 import ringattn as ra
 from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
-from ringattn.launch.bench.masks import cases
+from ringattn.launch.bench.masks import case_of
 from ringattn.plans import recipe
 from ringattn.plans.cost import Shape
 from ringattn.plans.mask import Mask
@@ -85,7 +85,7 @@ def test_queries_are_visited_once_unless_a_rank_would_wait_longer_for_their_keys
     monkeypatch.setattr(Recipe, "kernel", lambda *_, **__: kernel)
     seconds = Recipe.seconds_of_keys
     monkeypatch.setattr(Recipe, "seconds_of_keys", lambda self, step: slower * seconds(self, step))
-    (_, case), = cases(["lognormal:2048:1.4"], [65536])  # fmt: skip
+    case = case_of("lognormal:2048:1.4", 65536)
     target = elsewhere("cuda", [(8, 1)], gpus=8)
     plan = ra.plan(
         target, seq_len=65536, heads=(heads, 8), head_dim=128, layout="balanced", strategy="ring", **case.asked

@@ -2,10 +2,10 @@
 
 `ringattn bench SUITE --help` lists the keys of a suite. The results are printed as a table. With out=FILE each row is
 also appended to the file, as soon as it is measured, as a JSON line: commit, device, versions, case, milliseconds,
-ratios. compare=FILE says what got faster or slower than in such a file.
+ratios.
 """
 # A suite is a module of launch/bench/ with its own Options and `run(options)`, which yields rows as they are measured;
-# one over ranks gets its rows from `over_ranks`. A suite without COLUMNS prints its own table.
+# one over ranks gets its rows from `over_ranks`.
 
 import dataclasses
 import json
@@ -19,29 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.conf.keys import nearest
-from ringattn.launch.bench import compare
 from ringattn.launch.processes import each
 from ringattn.launch.processes import run as run_ranks
-from ringattn.launch.rows import Row, read
+from ringattn.launch.rows import Row
 from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
 SUITES = {
-    "decode": "a token over a cache that is spread over ranks, next to a copy of the cache",
+    "inference": "a token over a cache that is spread over ranks, and a prompt whole and in chunks",
     "jax": "attention on JAX arrays over this machine's GPUs, next to its kernel alone",
-    "kernels": 'one GPU: kernel="auto" and our kernel next to cuDNN, FlashAttention and FlexAttention',
-    "linear": "one GPU: our gated linear attention next to flash-linear-attention",
-    "memory": "the peak memory of a rank, with 1, 2, 4, 8 ranks",
+    "kernels": 'one GPU: kernel="auto" and our kernels, also of linear attention, next to others\' in turns',
     "plans": "the candidates of plans over ranks: predicted, simulated, measured here",
-    "prefill": "a prompt whole and in chunks: time and peak memory",
-    "ring": "attention over many ranks, next to the same work of one rank without communication",
-    "scaling": "one layer over more and more ranks: predicted, simulated, measured here",
-    "scan": "linear attention over many ranks, next to each rank alone",
-    "step": "a step of a training run, next to its attention and matrix products alone",
-    "traffic": "the bytes that a rank sends, counted, next to those of the schedule",
+    "ring": "attention and linear attention over ranks, next to the same work without communication",
 }
 OUT = option(None, "a file that the rows are appended to, one JSON line each")
-OLD = option(None, "a file of an earlier run: says what got faster or slower, and what is noise")
-NOT_IN_ROWS = ("timeout", "device", "trace")  # options that change no figure, or that `stamp` has
+NOT_IN_ROWS = ("timeout", "device")  # options that change no figure, or that `stamp` has
 
 
 def main(argv: list[str]) -> int:
@@ -49,7 +40,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         head, _, about = (__doc__ or "").strip().partition("\n")
         suites = "\n".join(f"    {name:<9} {what}" for name, what in SUITES.items())
-        print(f"usage: ringattn bench SUITE [out=FILE] [compare=OLD] [key=value ...]\n\n{head}\n\n{suites}\n{about}")
+        print(f"usage: ringattn bench SUITE [out=FILE] [key=value ...]\n\n{head}\n\n{suites}\n{about}")
         return 0
     if argv[0] not in SUITES:
         print(f"ringattn bench: no suite {argv[0]!r}{nearest(argv[0], SUITES)} ({', '.join(SUITES)})", file=sys.stderr)
@@ -60,19 +51,16 @@ def main(argv: list[str]) -> int:
 def measure(name: str, words: list[str]) -> None:
     """Run a suite, append each row to out=FILE if given, and print all of them."""
     suite = import_module(f"ringattn.launch.bench.{name}")
-    keys = dataclasses.make_dataclass(
-        "Keys", [("out", str | None, OUT), ("compare", str | None, OLD)], bases=(suite.Options,)
-    )
+    keys = dataclasses.make_dataclass("Keys", [("out", str | None, OUT)], bases=(suite.Options,))
     if any(w in ("-h", "--help") for w in words):
         print(usage(f"bench {name}", suite.__doc__ or "", keys))
         return
     chosen = values(words, keys)
-    out, old = chosen.pop("out", None), chosen.pop("compare", None)
+    out = chosen.pop("out", None)
     options = suite.Options(**chosen)
     check(options, sized=bool({"tokens", "settings"} & set(chosen)))
-    file, before = writable(Path(out)) if out else None, read(Path(old)) if old else None
-    # in a process that ends: to ask for a GPU's name takes some of its memory
-    about = run_ranks(stamp, 1)[0] if file or before is not None else {}
+    file = writable(Path(out)) if out else None
+    about = run_ranks(stamp, 1)[0] if file else {}  # in a process that ends: to ask for a GPU's name takes its memory
     rows = []
     with ExitStack() as stack:
         lines = stack.enter_context(file.open("a")) if file else None
@@ -81,10 +69,8 @@ def measure(name: str, words: list[str]) -> None:
             if lines:
                 lines.write(json.dumps(rows[-1]) + "\n")
                 lines.flush()
-    if hasattr(suite, "COLUMNS"):
-        print(table(rows, suite.COLUMNS))
-    if before is not None:
-        print(f"\nbeside {old}:\n{table(compare.compared(rows, before), compare.COLUMNS)}")
+    more = [name for row in rows for name in row if name.startswith("over_")]
+    print(table(rows, [*suite.COLUMNS, *dict.fromkeys(more)]))
 
 
 def check(options: Any, sized: bool) -> None:
@@ -98,7 +84,7 @@ def check(options: Any, sized: bool) -> None:
         return
     size = "settings=auto/1024/4/2/causal" if "settings" in fields else "tokens=1024"
     small = " ".join([f"device=cpu {size}", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
-    gpus, most = torch.cuda.device_count(), max(groups_of(options), default=0)
+    gpus, most = torch.cuda.device_count(), getattr(options, "ranks", 1)
     if options.device == "cuda" and most and not gpus:
         raise ValueError(f"device=cuda, and torch sees no GPU here; on a CPU use {small}")
     if options.device == "cuda" and most > gpus:
@@ -110,24 +96,14 @@ def check(options: Any, sized: bool) -> None:
 def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) -> Iterator[Row]:
     """The rows that `rows(options)` yields on every rank of a group of processes, with the options that they ran by.
 
-    `worst` are figures of which the slowest rank's counts, and lists are those of all ranks; the rest is rank 0's.
-    Where `options.ranks` lists several numbers there is a group of processes for each.
+    `worst` are figures of which the slowest rank's counts; the rest is rank 0's.
     """
     same = {n: x for n, x in dataclasses.asdict(options).items() if n not in NOT_IN_ROWS and not isinstance(x, list)}
-    for ranks in groups_of(options):
-        backend = "nccl" if options.device == "cuda" else "gloo"
-        print(f"measuring {ranks} rank{'s' * (ranks > 1)} on {options.device} ...", file=sys.stderr, flush=True)
-        for measured in each(one_rank, ranks, rows, options, backend=backend, timeout=options.timeout):
-            row = {"suite": rows.__module__.rpartition(".")[2], **same, **measured[0]}
-            row |= {n: max(m[n] for m in measured) for n in worst if row[n] is not None}
-            yield row | {n: [m[n] for m in measured] for n, x in measured[0].items() if isinstance(x, list)}
-
-
-def groups_of(options: Any) -> list[int]:
-    """How many processes there are in each group that a suite starts; one where it starts none."""
-    ranks: Any = getattr(options, "measured", None)
-    ranks = getattr(options, "processes", 0) or getattr(options, "ranks", 1) if ranks is None else ranks
-    return ranks if isinstance(ranks, list) else [ranks]
+    ranks, backend = options.ranks, "nccl" if options.device == "cuda" else "gloo"
+    print(f"measuring {ranks} rank{'s' * (ranks > 1)} on {options.device} ...", file=sys.stderr, flush=True)
+    for measured in each(one_rank, ranks, rows, options, backend=backend, timeout=options.timeout):
+        row = {"suite": rows.__module__.rpartition(".")[2], **same, **measured[0]}
+        yield row | {n: max(m[n] for m in measured) for n in worst if row[n] is not None}
 
 
 def one_rank(rows: Callable[[Any], Iterator[Row]], options: Any) -> Iterator[Row]:
@@ -136,15 +112,9 @@ def one_rank(rows: Callable[[Any], Iterator[Row]], options: Any) -> Iterator[Row
 
     for row in rows(options):
         if dist.get_rank() == 0:
-            text = "  ".join(f"{name}={cell(value)}" for name, value in row.items() if not isinstance(value, list))
+            text = "  ".join(f"{name}={cell(value)}" for name, value in row.items())
             print(f"rank 0:  {text}", file=sys.stderr, flush=True)
         yield row
-
-
-def beside(rows: list[Row], row: Row, *same: str, **like: Any) -> Row | None:
-    """The first row that has `like`, and what `row` has of `same`: what a figure is held against."""
-    like |= {name: row[name] for name in same}
-    return next((r for r in rows if all(r[name] == value for name, value in like.items())), None)
 
 
 def table(rows: list[Row], columns: Sequence[str]) -> str:

@@ -5,10 +5,8 @@ tokens, which are as many (query, key) pairs as a rank has of the whole; other m
 that end when every device is done, of one of their `calls`; TFLOP/s are a device's.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -63,34 +61,25 @@ def run(options: Options) -> Iterator[Row]:
         raise ValueError(f"jax sees no GPU; on a CPU use tokens={LONGEST_ON_CPU} or fewer, and heads=4 kv_heads=2")
     mesh = rj.init_mesh(ring=ranks // options.ulysses, ulysses=options.ulysses, devices=devices)
     single = rj.init_mesh(ring=1, devices=devices[:1])
-    heads = (options.heads, options.kv_heads)
-    how: dict[str, Any] = {"heads": heads, "head_dim": options.head_dim, "kernel": options.kernel}
+    how: dict[str, Any] = {"heads": (options.heads, options.kv_heads), "head_dim": options.head_dim}
+    how["kernel"] = options.kernel
     for mask, tokens in product(options.mask, options.tokens):
         case = case_of(mask, tokens)
-        tokens = case.tokens
-        less = case_of(mask, aligned(tokens / ranks**0.5)) if case.plain and ranks > 1 else case
+        part = max(1, round(case.tokens / ranks**0.5 / ALIGNED)) * ALIGNED
+        less = case_of(mask, part) if case.plain and ranks > 1 else case
         alone = measured(options, ra.plan(single, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
-        floor = {mode: ms * case.pairs / less.pairs / ranks for mode, ms in alone.items()}
         for layout in options.layout:
-            plan = ra.plan(mesh, seq_len=tokens, strategy=options.strategy, layout=layout, **case.asked, **how)
+            plan = ra.plan(mesh, seq_len=case.tokens, strategy=options.strategy, layout=layout, **case.asked, **how)
+            kernel = next((x for x in plan.report.lines if x.startswith("kernel ")), "").split("-> ")[-1]
             for mode, ms in measured(options, plan, case).items():
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim / ranks
+                floor = alone[mode] * case.pairs / less.pairs / ranks
                 yield {
                     "suite": "jax", "jax": version("jax"), "devices": devices[0].device_kind, **asdict(options),
-                    "tokens": tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
-                    "kernel": kernel_of(plan), "mode": mode, "ms": ms, "tflops": flops / ms / 1e9,
-                    "alone": flops / floor[mode] / 1e9, "ratio": floor[mode] / ms,
+                    "tokens": case.tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
+                    "kernel": kernel.partition(" ")[0] or plan.kernel, "mode": mode, "ms": ms,
+                    "tflops": flops / ms / 1e9, "alone": flops / floor / 1e9, "ratio": floor / ms,
                 }  # fmt: skip
-
-
-def aligned(tokens: float) -> int:
-    return max(1, round(tokens / ALIGNED)) * ALIGNED
-
-
-def kernel_of(plan: Any) -> str:
-    """The name of the kernel that runs, from the plan's own report."""
-    lines = [line for line in plan.report.lines if line.startswith("kernel ")]
-    return lines[0].split("-> ")[-1].split()[0] if lines else str(plan.kernel)
 
 
 def measured(options: Options, plan: Any, case: Case) -> dict[str, float]:
@@ -114,15 +103,12 @@ def measured(options: Options, plan: Any, case: Case) -> dict[str, float]:
     medians = {}
     for name, function in {"forward": forward, "forward+backward": both}.items():
         program = jax.jit(function).lower(*given).compile(compiler_options=choices)
-        medians[name] = median_ms(partial(in_a_row, program, given, options.calls), options.repeats) / options.calls
-        print(f"{plan.seq_len} tokens, ring={plan.ring}, {name}: {medians[name]:.3f} ms", file=sys.stderr)
+
+        def in_a_row(program: Any = program) -> None:
+            """Devices run programs in order, so all are done when the last one is."""
+            for _ in range(options.calls):
+                out = program(*given)
+            jax.block_until_ready(out)
+
+        medians[name] = median_ms(in_a_row, options.repeats) / options.calls
     return medians
-
-
-def in_a_row(program: Any, given: list[Any], calls: int) -> None:
-    """Run a program so many times; devices run it in order, so all are done when the last one is."""
-    import jax
-
-    for _ in range(calls):
-        results = program(*given)
-    jax.block_until_ready(results)

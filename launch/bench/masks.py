@@ -13,7 +13,7 @@ LONG = (65536, 1024, 8192, 2048, 16384, 4096, 1024, 2048, 8192, 4096, 2048, 1024
 SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)
 MIXES: dict[str, tuple[int, ...]] = {"long": LONG, "short": SHORT}  # of 131072 tokens
 WORDS = (
-    "causal; full; a number: a window; first:N:WINDOW; chunk:N; packed, of the most tokens: long, short, "
+    "causal; full; a number: a window; first:N:WINDOW; chunk:N; packed: long, short, "
     "lognormal:MEDIAN:SIGMA, pareto:ALPHA:LEAST, even:N (documents of N tokens), full:MIX; that see one another: "
     "prefix:N:LENGTH (N at the start of each LENGTH), spans:N:EVERY; of its own length: shared:PREFIX:BRANCH:COUNT, "
     "and branches:... the same as separate documents"
@@ -98,13 +98,3 @@ KINDS: dict[str, Any] = {
     "shared": tree,
     "branches": lambda tokens, prefix, branch, count: packed([prefix + branch] * count),
 }
-OF_THE_MOST = ("long", "short", "lognormal", "pareto", "even", "prefix", "spans", "shared", "branches")
-
-
-def cases(words: list[str], lengths: list[int]) -> list[tuple[str, Case]]:
-    """Every mask with its lengths; documents fill the longest."""
-    return [
-        (word, case_of(word, tokens))
-        for word in words
-        for tokens in ([max(lengths)] if word.split(":")[0] in OF_THE_MOST else lengths)
-    ]

@@ -1,7 +1,10 @@
-"""Who runs in `ringattn bench kernels`: our own table of kernels, and the peers as their users call them."""
+"""Who runs in `ringattn bench kernels`: our own tables of kernels, and the peers as their users call them.
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+A contestant turns inputs into its passes. What it cannot run it refuses with a NotImplementedError.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,34 +15,67 @@ from torch import Tensor
 import ringattn as ra
 from ringattn import kernels
 from ringattn.kernels.attention.libraries.rectangles import heads_first
-from ringattn.kernels.intervals import Intervals
-from ringattn.launch.bench.contest import Passes, differentiated
+from ringattn.kernels.intervals import Intervals, rectangles_of
+from ringattn.kernels.linear import TABLE, of_rule
+from ringattn.kernels.linear.maps import Inputs as LinearInputs
+from ringattn.launch.bench.masks import Case
+from ringattn.launch.bench.timing import draws, linear_draws
+from ringattn.masks.bands import bounds_at, families
 from ringattn.torch.attention.steps import problem_of
+
+Passes = dict[str, Callable[[], Any]]  # forward, backward
+OURS = ("auto", "triton", "decode", "tiled", "chunkwise")  # whose errors are no news but bugs
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One attention call with its gradient: tensors as [B, T, H, D], and the mask as intervals and as a name."""
+    """One call with its gradient: leaves are [B, T, H, D], of linear attention q, k, v, gates and beta."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    leaves: tuple[Any, ...]
     dout: Tensor
-    where: Intervals
-    mask: str  # causal, full, window, docs, square
-    window: int | None = None
-    starts: np.ndarray | None = None  # where documents start, and the total
+    case: Case
+    where: Intervals | None = None  # the mask for kernels alone, if it is one family
 
     @property
     def scale(self) -> float:
-        return self.q.shape[-1] ** -0.5
+        return float(self.leaves[0].shape[-1] ** -0.5)
+
+    @property
+    def spec(self) -> Any:
+        return self.case.asked["spec"]
+
+    @property
+    def docs(self) -> Any:
+        return self.case.asked.get("docs")
+
+    def copies(self) -> list[Any]:
+        """Leaves of their own, for which gradients are taken."""
+        return [x if x is None else x.detach().clone().requires_grad_() for x in self.leaves]
+
+
+def inputs(case: Case, options: Any) -> Inputs:
+    """Random tensors of the case, its intervals on host and device, and its rectangles."""
+    torch.manual_seed(0)
+    *leaves, dout = draws(options, case.tokens, "qkvo")
+    bands, where = families(case.asked["spec"], case.tokens, docs=case.asked.get("docs")), None
+    if len(bands) == 1:
+        begin, end = (x.astype(np.int32) for x in bounds_at(bands[0], np.arange(case.tokens)))
+        device = [torch.from_numpy(x).to(options.device) for x in (begin, end)]
+        where = Intervals(device[0], device[1], rectangles_of(begin, end), (begin, end), made={})
+    return Inputs(tuple(leaves), dout, case, where)
+
+
+def linear_inputs(case: Case, options: Any) -> Inputs:
+    torch.manual_seed(0)
+    leaves, dout = linear_draws(options, case.tokens)
+    return Inputs(tuple(x if x is None else x.detach() for x in leaves), dout, case)
 
 
 def check(name: str, given: Inputs, own_masks: bool = False) -> None:
     """A NotImplementedError where a kernel refuses; with `own_masks` not for a mask that is no rectangles for us."""
-    reason = kernels.BY_NAME[name].refuses(
-        problem_of(given.q, given.k, given.v, None, given.where.rectangles is not None)
-    )
+    if given.where is None:
+        raise NotImplementedError("this mask takes several calls of a kernel")
+    reason = kernels.BY_NAME[name].refuses(problem_of(*given.leaves, None, given.where.rectangles is not None))
     if reason is not None and not (own_masks and "rectangles" in reason):
         raise NotImplementedError(reason)
 
@@ -49,10 +85,10 @@ def of_table(name: str) -> Callable[[Inputs], Passes]:
 
     def passes(given: Inputs) -> Passes:
         check(name, given)
-        kernel, tensors = kernels.BY_NAME[name].load(), (given.q, given.k, given.v, given.where)
+        kernel, tensors, dtype = kernels.BY_NAME[name].load(), (*given.leaves, given.where), given.dout.dtype
 
         def forward() -> Any:
-            return kernel.attend(*tensors, scale=given.scale, out_dtype=given.q.dtype)
+            return kernel.attend(*tensors, scale=given.scale, out_dtype=dtype)
 
         partial = forward()
 
@@ -64,25 +100,21 @@ def of_table(name: str) -> Callable[[Inputs], Passes]:
     return passes
 
 
+def differentiated(forward: Callable[[], Tensor], leaves: Sequence[Any], dout: Tensor) -> Passes:
+    """Forward, and backward by autograd."""
+    out, given = forward(), [x for x in leaves if x is not None]
+    return {
+        "forward": torch.no_grad()(forward),
+        "backward": lambda: torch.autograd.grad(out, given, dout, retain_graph=True),
+    }
+
+
 def auto(given: Inputs) -> Passes:
-    """`ra.attention` as its users call it; of a ring's step the kernels that it takes. Prints which they are."""
-    if given.q.shape[1] != given.k.shape[1]:
-        raise NotImplementedError("a decode takes a cache: bench decode times it")
-    q, k, v = leaves = [x.clone().requires_grad_() for x in (given.q, given.k, given.v)]
-    if given.mask == "square":
-        problem = replace(problem_of(q, k, v, None, True), rows=q.shape[1] * q.shape[2])
-        names = [kernels.select(problem, backward=x).name for x in (False, True)]
-        print(f"auto: {', '.join(names)}")
-        forward, backward = (of_table(name)(given) for name in names)
-        return {"forward": forward["forward"], "backward": backward["backward"]}
-    spec = ra.AttentionSpec(causal=given.mask != "full", window=given.window)
-    docs = None if given.starts is None else ra.Docs.from_lengths(np.diff(given.starts).tolist())
-    plan = ra.plan(seq_len=q.shape[1], heads=(q.shape[2], k.shape[2]), head_dim=q.shape[3], spec=spec, docs=docs)
-    plan.calls.clear()  # of other cases
-    passes = differentiated(lambda: ra.attention(q, k, v, plan, spec=spec, docs=docs), leaves, given.dout)
-    (call,) = plan.calls.values()
-    print(f"auto: {call.recipe.forward.kernel.name}, {call.recipe.backward.kernel.name}")
-    return {**passes, "forward": torch.no_grad()(passes["forward"])}
+    """`ra.attention` as its users call it."""
+    q, k, v = leaves = given.copies()
+    sizes = {"heads": (q.shape[2], k.shape[2]), "head_dim": q.shape[3]}
+    plan = ra.plan(seq_len=q.shape[1], **sizes, **given.case.asked)
+    return differentiated(lambda: ra.attention(q, k, v, plan, **given.case.asked), leaves, given.dout)
 
 
 @lru_cache(maxsize=1)
@@ -95,91 +127,53 @@ def compiled_flex() -> Callable[..., Any]:
 
 
 def flex(given: Inputs) -> Passes:
-    """FlexAttention under torch.compile, with its own block mask, differentiated by autograd."""
+    """FlexAttention under torch.compile, with the intervals of the case as its block mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    if not given.q.is_cuda:
-        raise NotImplementedError("FlexAttention is compared on GPUs only")
-    q, k, v = (heads_first(x).detach().contiguous().requires_grad_() for x in (given.q, given.k, given.v))
-    T, S = q.shape[2], k.shape[2]
-    window = given.window or T
-    docs = None
-    if given.starts is not None:
-        docs = torch.from_numpy(np.searchsorted(given.starts, np.arange(T), side="right")).to(q.device)
+    if not given.dout.is_cuda or given.where is None:
+        raise NotImplementedError("FlexAttention is compared on GPUs only, by masks of one interval a query")
+    q, k, v = (heads_first(x).detach().contiguous().requires_grad_() for x in given.leaves)
+    begin, end = given.where.begin[0], given.where.end[0]
 
-    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return i >= j
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (begin[i] <= j) & (j < end[i])
 
-    def windowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & (i - j < window)
-
-    def packed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & (docs[i] == docs[j])  # type: ignore[index]
-
-    def square(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) | (2 * i >= T)
-
-    rule = {"causal": causal, "window": windowed, "docs": packed, "square": square}.get(given.mask)
-    mask = None if rule is None else create_block_mask(rule, None, None, T, S, device=q.device)
+    mask = create_block_mask(seen, None, None, q.shape[2], k.shape[2], device=q.device)
     attention, dout = compiled_flex(), heads_first(given.dout).contiguous()
-
-    def forward() -> Any:
-        return attention(q, k, v, block_mask=mask, scale=given.scale, enable_gqa=True)
-
-    passes = differentiated(forward, (q, k, v), dout)
-    return passes if T > 1 else {**passes, "forward": torch.no_grad()(forward)}
+    how = {"block_mask": mask, "scale": given.scale, "enable_gqa": True}
+    return differentiated(lambda: attention(q, k, v, **how), (q, k, v), dout)
 
 
 def cudnn(given: Inputs) -> Passes:
     """cuDNN as it is where one call does the mask, and one for each rectangle where it does not."""
-    if given.mask not in ("causal", "full"):
+    if not given.case.plain:
         return of_table("cudnn")(given)
     check("cudnn", given)
     from ringattn.kernels.attention.libraries import cudnn as vendor
 
-    tensors, options = (given.q, given.k, given.v), (given.mask == "causal", given.scale)
-    out, lse = vendor.forward(*tensors, *options)
+    options = given.spec.causal, given.scale
+    out, lse = vendor.forward(*given.leaves, *options)
     return {
-        "forward": lambda: vendor.forward(*tensors, *options),
-        "backward": lambda: vendor.backward(given.dout, *tensors, out, lse, *options),
+        "forward": lambda: vendor.forward(*given.leaves, *options),
+        "backward": lambda: vendor.backward(given.dout, *given.leaves, out, lse, *options),
     }
 
 
-def flash(given: Inputs) -> Passes:
-    """FlashAttention-2 as built into torch, with its own window and its own packed documents."""
-    check("flash", given, own_masks=True)
-    if given.mask == "square":
-        raise NotImplementedError("a ring's step takes two calls, which are timed for FlashAttention-4")
-    q, k, v, dout = packed_docs(given)
-    lengths, options = varlen(given), {"scale": given.scale, **window_words(given)}
-    causal = given.mask != "full"
-
-    def forward() -> Any:
-        return torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, **options)
-
-    out, lse, seed, unused, _ = forward()
-
-    def backward() -> Any:
-        return torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, unused, **options
-        )
-
-    return {"forward": forward, "backward": backward}
-
-
 def fa4(given: Inputs) -> Passes:
-    """FlashAttention-4, with its own window and its own packed documents; of a ring's step its two calls."""
+    """FlashAttention-4, with its own window and its own packed documents."""
     check("fa4", given, own_masks=True)
-    if given.mask == "square":
-        return in_two_calls(fa4, given)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    q, k, v, dout = packed_docs(given)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    options: dict[str, Any] = {"softmax_scale": given.scale, "causal": given.mask in ("causal", "docs")}
-    if given.starts is not None:
-        options |= dict(zip(names, varlen(given), strict=True))
-    options |= window_words(given)
+    q, k, v, dout = tensors = (*given.leaves, given.dout)
+    window = given.spec.window
+    options: dict[str, Any] = {"softmax_scale": given.scale, "causal": given.spec.causal and window is None}
+    if given.docs is not None:  # tokens in one row, [tokens, H, D]
+        q, k, v, dout = (x.flatten(0, 1) for x in tensors)
+        starts = torch.from_numpy(given.docs.starts[0].astype(np.int32)).to(q.device)
+        longest = int(np.diff(given.docs.starts[0]).max())
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    if window is not None:
+        options |= {"window_size_left": window - 1, "window_size_right": 0}
 
     def forward() -> Any:
         return _flash_attn_fwd(q, k, v, return_lse=True, **options)
@@ -188,45 +182,58 @@ def fa4(given: Inputs) -> Passes:
     return {"forward": forward, "backward": lambda: _flash_attn_bwd(q, k, v, out, dout, lse, **options)}
 
 
-def in_two_calls(peer: Callable[[Inputs], Passes], given: Inputs) -> Passes:
-    """The causal square, and the queries below it that see all keys; with the sums of gradients."""
-    half = given.q.shape[1] // 2
-    above = replace(given, mask="causal", **{n: getattr(given, n)[:, :half] for n in ("q", "k", "v", "dout")})
-    calls = [peer(x) for x in (above, replace(given, mask="full", q=given.q[:, half:], dout=given.dout[:, half:]))]
+def linear_of_table(name: str) -> Callable[[Inputs], Passes]:
+    """Forward, and backward from what the forward saved, as one device runs the four functions of a kernel."""
 
-    def backward() -> Any:
-        (dq, dk, dv, *_), (dq_below, dk_all, dv_all, *_) = (call["backward"]() for call in calls)
-        dk_all[:, :half] += dk
-        dv_all[:, :half] += dv
-        return dq, dq_below, dk_all, dv_all
+    def passes(given: Inputs) -> Passes:
+        if given.docs is not None:
+            raise NotImplementedError("the kernels alone are timed without documents")
+        x, dout = LinearInputs(*given.leaves, None, given.scale), given.dout
+        table = next(kernel for kernel in TABLE if kernel.name == name)
+        kernel: Any = of_rule(table.load(), x.beta is not None)
+        scan = kernel.scan_states(x, maps=False)
 
-    return {"forward": lambda: [call["forward"]() for call in calls], "backward": backward}
+        def backward() -> Any:
+            return kernel.gradients(x, scan, None, kernel.scan_gradients(x, dout, maps=False), dout, None)
 
+        return {"forward": lambda: kernel.read_out(x, kernel.scan_states(x, maps=False), None), "backward": backward}
 
-def packed_docs(given: Inputs) -> tuple[Tensor, ...]:
-    """Packed documents as these libraries take them: tokens of the batch in one row, [tokens, H, D]."""
-    tensors = (given.q, given.k, given.v, given.dout)
-    return tensors if given.starts is None else tuple(x.flatten(0, 1) for x in tensors)
+    return passes
 
 
-def varlen(given: Inputs) -> tuple[Any, ...]:
-    if given.starts is None:
-        return None, None, given.q.shape[1], given.k.shape[1]
-    starts = torch.from_numpy(given.starts.astype(np.int32)).to(given.q.device)
-    longest = int(np.diff(given.starts).max())
-    return starts, starts, longest, longest
+def linear_auto(given: Inputs) -> Passes:
+    """`ra.linear_attention` as its users call it, differentiated by autograd."""
+    q, k, v, g, beta = leaves = given.copies()
+    how = {"beta": beta, "scale": given.scale, "docs": given.docs, "check": False}
+    return differentiated(lambda: ra.linear_attention(q, k, v, g, **how), leaves, given.dout)
 
 
-def window_words(given: Inputs) -> dict[str, int]:
-    return {} if given.window is None else {"window_size_left": given.window - 1, "window_size_right": 0}
+def fla(given: Inputs) -> Passes:
+    """flash-linear-attention as its users call it, differentiated by autograd."""
+    q, k, v, g, beta = leaves = given.copies()
+    if given.docs is not None:
+        raise NotImplementedError("compared without documents")
+    if beta is None:
+        from fla.ops.gla import chunk_gla as attend
+    elif g.dim() < 4:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as attend
+    else:
+        from fla.ops.kda import chunk_kda as attend
+    more = {} if beta is None else {"beta": beta}
+    return differentiated(lambda: attend(q, k, v, g, scale=given.scale, **more)[0], leaves, given.dout)
 
 
-CONTESTANTS: dict[str, Callable[[Inputs], Passes]] = {
+ATTENTION: dict[str, Callable[[Inputs], Passes]] = {
     "auto": auto,
-    **{name: of_table(name) for name in ("triton", "decode", "sdpa_cpu", "tiled")},
+    **{name: of_table(name) for name in ("triton", "sdpa_cpu", "tiled", "flash")},
     "cudnn_rectangles": of_table("cudnn"),  # as a ring step runs it: partials merged, gradients added up in float32
     "cudnn": cudnn,
     "flex": flex,
-    "flash": flash,
     "fa4": fa4,
+}
+LINEAR: dict[str, Callable[[Inputs], Passes]] = {
+    "auto": linear_auto,
+    "triton": linear_of_table("triton"),
+    "chunkwise": linear_of_table("chunkwise"),
+    "fla": fla,
 }

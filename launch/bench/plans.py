@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn.launch.bench import Row, memory, over_ranks
+from ringattn.launch.bench import Row, over_ranks
 from ringattn.launch.bench.masks import Case, case_of
-from ringattn.launch.bench.timing import attention_passes, dtype_on, median_ms
+from ringattn.launch.bench.timing import attention_passes, dtype_on, held, median_ms
 from ringattn.launch.words import option
 from ringattn.plans.candidates import problem_of, rates_of
 from ringattn.plans.explain import way_of
@@ -142,7 +142,7 @@ def passes_of(plan: Any, predicted: Any, setting: Setting, machine: Machine, sec
     shape, spec, docs = plan.shape(dtype.itemsize), setting.case.asked["spec"], setting.case.asked.get("docs")
     problem = problem_of(plan, shape, spec, str(dtype).removeprefix("torch."), docs, machine.arch)
     rates = rates_of(problem, plan, machine)[1]
-    held = memory.held(setting.device)
+    memory = held(setting.device)
     calls = attention_passes(setting, plan, **setting.case.asked)
     count = int(min(10, max(2, seconds / predicted["seconds"])))  # the same on every rank
     rows, expected, played, before = [], 0.0, 0.0, 0.0
@@ -154,4 +154,4 @@ def passes_of(plan: Any, predicted: Any, setting: Setting, machine: Machine, sec
         rows.append({"mode": mode, "ms": ms, "predicted": expected * 1e3, "simulated": played * 1e3})
     del calls
     torch.cuda.empty_cache() if setting.device == "cuda" else None
-    return [row | {"gib": held.grown() / 2**30, "predicted_gib": predicted["memory"] / 2**30} for row in rows]
+    return [row | {"gib": memory.grown() / 2**30, "predicted_gib": predicted["memory"] / 2**30} for row in rows]

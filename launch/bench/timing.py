@@ -1,5 +1,6 @@
 """What suites time, and how: random inputs, passes, and clocks of one device or of all ranks together."""
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -7,10 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
 
 import ringattn as ra
+from ringattn.launch.train import metrics
 from ringattn.launch.words import option
 
+RULES = ("softmax", "gated", "delta", "kimi")
+RULE: Any = option(
+    "softmax", "attention, or linear attention by this rule: all of its heads are query heads", among=RULES
+)
 IN_A_ROW: Any = option(1, "calls in a row, of which one is timed: as in a model, the host launches ahead")
 
 
@@ -30,12 +38,19 @@ def draws(options: Any, tokens: int, heads: str = "qkv", batch: int = 1, grads: 
     return [torch.randn(*shape, **how, requires_grad=grads and name != "o") for name, shape in shapes]
 
 
-def cache_of(options: Any, plan: Any, max_len: int, batch: int = 1) -> Any:
-    """An empty cache for the heads of the options."""
-    return ra.KVCache.allocate(
-        plan, batch=batch, max_len=max_len, kv_heads=options.kv_heads, head_dim=options.head_dim,
-        dtype=dtype_on(options.device),
-    )  # fmt: skip
+def linear_draws(options: Any, tokens: int) -> tuple[list[Any], Tensor]:
+    """q, k, v, gates and beta of linear attention as a layer makes them, None where the rule has none, and dout.
+
+    Gates are logsigmoid(x) / 16, one a head for Gated DeltaNet and one a channel else; the delta rules take q and k of
+    length 1.
+    """
+    q, k, v, dout = (draws(options, tokens, "q")[0] for _ in range(4))
+    gates = torch.randn(q.shape[: 3 if options.rule == "delta" else 4], device=options.device)
+    g, beta = F.logsigmoid(gates) / 16, None
+    if options.rule != "gated":
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        beta = torch.rand(q.shape[:3], device=options.device)
+    return [x if x is None else x.requires_grad_() for x in (q, k, v, g, beta)], dout
 
 
 def passes(attend: Callable[[], Any], leaves: Sequence[Any], dout: Any) -> dict[str, Callable[[], Any]]:
@@ -50,6 +65,27 @@ def attention_passes(options: Any, plan: Any, **asked: Any) -> dict[str, Callabl
     """The passes of attention by a plan, on random data of this rank."""
     q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
     return passes(lambda: ra.attention(q, k, v, plan, **asked), (q, k, v), dout)
+
+
+def linear_passes(options: Any, plan: Any, scan: str, docs: Any = None) -> dict[str, Callable[[], Any]]:
+    """The same of linear attention, whose states travel by `scan`."""
+    (q, k, v, g, beta), dout = linear_draws(options, plan.local_len)
+
+    def attend() -> Any:
+        return ra.linear_attention(
+            q, k, v, g, plan, beta=beta, scan=scan, kernel=options.kernel, docs=docs, check=False
+        )
+
+    return passes(attend, [x for x in (q, k, v, g, beta) if x is not None], dout)
+
+
+def held(device: str) -> metrics.Memory:
+    """What is held from here on; on a CPU freed tensors go back to the system at once."""
+    if device == "cpu":
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    memory = metrics.Memory(torch.device(device))
+    memory.reset()
+    return memory
 
 
 def meet() -> None:

@@ -22,8 +22,8 @@ import torch
 import ringattn as ra
 from ringattn.kernels import rates
 from ringattn.kernels.intervals import Intervals
-from ringattn.launch.bench.kernels import doc_lengths
 from ringattn.launch.bench.timing import elapsed_ms, in_turns
+from ringattn.launch.commands.packed import drawn
 from ringattn.launch.words import option
 from ringattn.masks.bands import bounds
 
@@ -69,7 +69,7 @@ def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) ->
 
     masks: dict[str, tuple[int, int | None, Any]] = {  # tokens, window, documents
         "rectangles": (2 * options.tokens, None, None),
-        "packed": (long, None, ra.Docs.from_lengths(doc_lengths(long))),
+        "packed": (long, None, ra.Docs.from_lengths(drawn(f"lognormal:{long // 58}:1.1", long, 1))),
         "long": (long, long // 8, documents(long // 2)),
         "short": (long, long // 64, documents(long // 32)),
     }

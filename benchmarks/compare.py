@@ -1,14 +1,19 @@
-"""What got faster or slower: a run's rows beside those of a file, case by case (`ringattn bench SUITE compare=OLD`).
+"""What got faster or slower: rows of `ringattn bench SUITE out=NEW` beside those of an older file, case by case.
+
+    python benchmarks/compare.py NEW OLD
 
 A case is all of a row that is not a measured number. Of each the first figure of FIGURES is compared; less is better.
 The noise band is the range of the file's rows of the case, and at least 3% to either side: measure the old commit
 several times into one file, on the same machine.
 """
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from ringattn.launch.rows import Row
+from ringattn.launch.bench import table
+from ringattn.launch.rows import Row, read
 
 FIGURES = ("ms", "us", "peak_mib", "peak", "MB", "bytes")
 ABOUT = ("commit", "torch", "triton", "jax", "warmup", "repeats", "rounds")  # may differ between rows of one case
@@ -37,11 +42,12 @@ def compared(new: Sequence[Row], old: Sequence[Row]) -> list[Row]:
             rows.append({"case": name, "figure": figure or None, "verdict": "not in the file"})
             continue
         low, high, now = min(values), max(values), row[figure]
-        verdict = "slower" if now > high * (1 + NOISE) else "faster" if now < low * (1 - NOISE) else "within the noise"
-        if figure not in ("ms", "us"):
-            verdict = {"slower": "more", "faster": "less"}.get(verdict, verdict)
+        verdict = "more" if now > high * (1 + NOISE) else "less" if now < low * (1 - NOISE) else "within the noise"
         band = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
-        middle = sorted(values)[len(values) // 2]
-        ratio = now / middle if middle else None
+        ratio = now / sorted(values)[len(values) // 2] if any(values) else None
         rows.append({"case": name, "figure": figure, "old": band, "new": now, "ratio": ratio, "verdict": verdict})
     return rows
+
+
+if __name__ == "__main__":
+    print(table(compared(*(read(Path(name)) for name in sys.argv[1:3])), COLUMNS))
