@@ -5,6 +5,7 @@ torchrun --nproc-per-node 4 benchmarks/context_parallel.py 16384 32768 131072
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def main(lengths: list[int]) -> None:
                 drawn = draws(Options(ranks=ranks), tokens // ranks, "qkvo")
                 q, k, v, dout = (x.transpose(1, 2).contiguous().requires_grad_() for x in drawn)
 
-                def attend(q=q, k=k, v=v) -> torch.Tensor:
+                def attend(q: Any = q, k: Any = k, v: Any = v) -> Any:
                     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
                 for mode, call in passes(attend, (q, k, v), dout.detach()).items():

@@ -12,6 +12,7 @@ import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def main(folder: Path) -> None:
           f"{(attention + matrices) / step:.3f} of the step")  # fmt: skip
 
 
-def seconds(call) -> float:
+def seconds(call: Any) -> float:
     return median_ms(call, 5, calls=10) / 1e3
 
 

@@ -74,7 +74,7 @@ def measured(options: Options) -> Iterator[Row]:
     nbytes = 2 * options.batch * options.kv_heads * options.head_dim * dtype_on(options.device).itemsize  # of a token
     for tokens in options.tokens:
         for transport in options.transports:
-            how = {"transport": ra.Transport(by=transport)}
+            how: Any = {"transport": ra.Transport(by=transport)}
             about = {"tokens": tokens, "transport": transport, "moves": None, "peak_mib": None, "floor_ms": None}
             for way in ways:
                 if way in DECODED:

@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -105,7 +106,7 @@ def entered(options: Options, given: Inputs) -> dict[str, Passes]:
     for name in options.impls or ():
         try:
             passes = options.contestants[name](given)
-            passes["both"] = lambda own=passes: (own["forward"](), own["backward"]())
+            passes["both"] = partial(both, passes)
             passes["both" if options.backward else "forward"]()
             there[name] = passes
         except NotImplementedError as error:
@@ -115,6 +116,11 @@ def entered(options: Options, given: Inputs) -> dict[str, Passes]:
                 raise
             print(f"{name} failed: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
     return there
+
+
+def both(passes: Passes) -> None:
+    passes["forward"]()
+    passes["backward"]()
 
 
 def peak_gib(function: Callable[[], Any]) -> float | None:

@@ -75,7 +75,8 @@ def check(name: str, given: Inputs, own_masks: bool = False) -> None:
     """A NotImplementedError where a kernel refuses; with `own_masks` not for a mask that is no rectangles for us."""
     if given.where is None:
         raise NotImplementedError("this mask takes several calls of a kernel")
-    reason = kernels.BY_NAME[name].refuses(problem_of(*given.leaves, None, given.where.rectangles is not None))
+    q, k, v = given.leaves
+    reason = kernels.BY_NAME[name].refuses(problem_of(q, k, v, None, given.where.rectangles is not None))
     if reason is not None and not (own_masks and "rectangles" in reason):
         raise NotImplementedError(reason)
 
@@ -151,11 +152,11 @@ def cudnn(given: Inputs) -> Passes:
     check("cudnn", given)
     from ringattn.kernels.attention.libraries import cudnn as vendor
 
-    options = given.spec.causal, given.scale
-    out, lse = vendor.forward(*given.leaves, *options)
+    (q, k, v), options = given.leaves, (given.spec.causal, given.scale)
+    out, lse = vendor.forward(q, k, v, *options)
     return {
-        "forward": lambda: vendor.forward(*given.leaves, *options),
-        "backward": lambda: vendor.backward(given.dout, *given.leaves, out, lse, *options),
+        "forward": lambda: vendor.forward(q, k, v, *options),
+        "backward": lambda: vendor.backward(given.dout, q, k, v, out, lse, *options),
     }
 
 
@@ -188,7 +189,8 @@ def linear_of_table(name: str) -> Callable[[Inputs], Passes]:
     def passes(given: Inputs) -> Passes:
         if given.docs is not None:
             raise NotImplementedError("the kernels alone are timed without documents")
-        x, dout = LinearInputs(*given.leaves, None, given.scale), given.dout
+        q, k, v, g, beta = given.leaves
+        x, dout = LinearInputs(q, k, v, g, beta, None, given.scale), given.dout
         table = next(kernel for kernel in TABLE if kernel.name == name)
         kernel: Any = of_rule(table.load(), x.beta is not None)
         scan = kernel.scan_states(x, maps=False)
