@@ -57,7 +57,6 @@ class Case:
     grads: tuple[str, ...] = ("dout", "dlse", "dend")  # which gradients come back
     frozen: tuple[str, ...] = ()  # inputs that need no gradient
     elsewhere: int | None = None  # the plan is made for this length, and then for that of the call
-    explicit: bool = False  # in JAX, the axes of the mesh
 
     def __str__(self) -> str:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"

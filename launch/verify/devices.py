@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import AxisType, Mesh
 from torch import Tensor
 
 import ringattn.jax as rj
@@ -37,8 +36,6 @@ def results(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
 def program_of(case: Case) -> Program:
     """What computes this case's results on the devices."""
     mesh = rj.init_mesh(ring=case.ring, ulysses=case.ulysses, devices=jax.devices()[: case.ring * case.ulysses])
-    if case.explicit:
-        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     plan = case.plan_on(mesh)
     return piece_by_piece(case, plan) if case.steps else jax.jit(once(case, plan))
 
