@@ -135,7 +135,6 @@ class Train:
     reference: bool = option(True, "also train on one rank, and measure memory at shorter sequences, for the picture")
     picture: bool = option(True, "draw the loss and the memory at the end, where matplotlib is installed")
     profile: bool = option(False, "a profiler trace of steps 2 to 4")
-    snapshot: bool = option(False, "a snapshot of GPU memory after the last step")
     tensorboard: bool = option(False, "also write TensorBoard events")
     wandb: str | None = option(None, "also log to this Weights & Biases project")
     machine: str | None = option(

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn as ra
-from ringattn.conf.schema import Model, from_dict
+from ringattn.conf.schema import Model
 from ringattn.launch.train.checkpoint import complete, load_tensors, newest, read_state
 from ringattn.launch.train.model import Decoder
 from ringattn.launch.train.parallelize import build
@@ -35,9 +36,10 @@ def load(checkpoints: list[Path], device: torch.device, max_len: int) -> Decoder
     """The newest checkpoint that is as it was saved, whole on every rank, its attention made to stream."""
     try:
         checkpoint = newest(checkpoints)
-        model = from_dict(read_state(checkpoint)["model"], Model)
+        state = read_state(checkpoint)
     except ValueError as error:
         sys.exit(str(error))
+    model = Model(**{f.name: state[f"model.{f.name}"] for f in fields(Model)})
     decoder = build(model, 0, device).eval()
     load_tensors(checkpoint, {name: weight.detach() for name, weight in decoder.named_parameters()})
     for block in decoder.blocks:

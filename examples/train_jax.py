@@ -94,7 +94,7 @@ def devices_for(ranks: int | None) -> list[Any]:
     return devices[:ranks]
 
 
-def main(config: Train, swept: str) -> int:
+def main(config: Train) -> int:
     """Train; a wrong configuration is one sentence."""
     try:
         return train(config)

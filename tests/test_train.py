@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,7 +116,7 @@ def test_a_deep_model_learns_from_its_first_steps(tmp_path):
     from ringattn.launch.train import configured
 
     configs = []
-    configured.run(["experiment=h200_long", "model.layers=28"], lambda config, swept: configs.append(config) or 0)
+    configured.run(["experiment=h200_long", "model.layers=28"], lambda config: configs.append(config) or 0)
     rate = configs[0].optimizer.lr * configs[0].model.dim / 64
     deep = dataclasses.replace(
         TINY, model=Model(dim=64, layers=28, heads=4, kv_heads=2, hidden=160), seq_len=64, steps=8,
@@ -167,36 +166,17 @@ def test_a_dry_run_foresees_the_memory_that_was_measured(row):
     assert result.most / 2**20 == pytest.approx(row["memory_mib"], rel=0.2)
 
 
-def test_the_clock_starts_with_the_process():
-    if not Path("/proc/self/stat").exists():
-        pytest.skip("no /proc")
-    lived = time.time() - metrics.process_began()
-    time.sleep(0.3)
-    assert lived > 0.1 and time.time() - metrics.process_began() == pytest.approx(lived + 0.3, abs=0.2)
-
-
-def test_picture_shows_both_runs(tmp_path):
+def test_the_picture_has_both_runs_and_a_panel_for_memory_only_where_it_was_measured(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    rows = [{"kind": "step", "step": i, "loss": 3.0 - i} for i in range(3)]
-    rows += [{"kind": "memory", "step": -1, "seq_len": 64, "memory_mib": 3.0}]
-    drawn = report.picture(tmp_path, {"2 ranks": rows, "1 rank": rows}, 3.2)
-    assert drawn is not None and drawn.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_picture_has_a_panel_for_memory_only_where_it_was_measured(tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
-    figures, subplots = [], pyplot.subplots
-    monkeypatch.setattr(pyplot, "subplots", lambda *a, **k: figures.append(subplots(*a, **k)) or figures[-1])
     steps = [{"kind": "step", "step": i, "loss": 3.0 - i} for i in range(3)]
     memory = [{"kind": "memory", "step": -1, "seq_len": 64, "memory_mib": 3.0}]
-    for rows in (steps, [*steps, *memory]):
-        report.picture(tmp_path, {"2 ranks": rows, "1 rank": steps}, 3.2)
-    assert all(tick == round(tick) for figure, _ in figures for tick in figure.axes[0].get_xticks())
-    assert figures[1][0].axes[1].get_legend() is None  # a single line
-    assert [[axes.get_title() for axes in figure.axes] for figure, _ in figures] == [
-        ["loss"],
-        ["loss", "memory that one pass adds"],
-    ]
+    alone, both = (report.figure_of({"2 ranks": rows, "1 rank": steps}) for rows in (steps, [*steps, *memory]))
+    titles = [[axes.get_title() for axes in figure.axes] for figure in (alone, both)]
+    assert titles == [["loss"], ["loss", "memory that one pass adds"]]
+    assert [len(axes.lines) for axes in both.axes] == [2, 1] and both.axes[1].get_legend() is None
+    assert all(tick == round(tick) for tick in both.axes[0].get_xticks())
+    assert report.picture(tmp_path, {"2 ranks": steps}) == f", picture {tmp_path}/picture.svg"
+    assert (tmp_path / "picture.svg").stat().st_size
 
 
 def test_flops_count_the_pairs_that_the_mask_leaves():
@@ -309,7 +289,6 @@ def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strateg
         ({"strategy": Strategy(ring=3)}, "make the product 2, or start 3 ranks"),
         ({"strategy": Strategy(ring=1)}, "is 1, not the 2 ranks; make the product 2, or start 1 rank\n"),
         ({"strategy": Strategy(keys="ulysses", ulysses=None, data=3)}, "data=3 x ring=1 does not divide 2 ranks"),
-        ({"strategy": Strategy(keys="ulysses")}, "strategy='ulysses' means a ring axis of size 1"),
         ({"model": Model(heads=2, kv_heads=1, dim=32), "strategy": Strategy(kernel="cudnn")}, "cuDNN"),
         ({"device": "cuda"}, "torch sees no GPU"),
     ],
@@ -329,7 +308,7 @@ def test_bad_input_is_one_sentence_and_status_2(change, message, tmp_path, capsy
     [
         ({"data": Data(path="/nowhere")}, "data.path=/nowhere does not exist"),
         ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),
-        ({"resume": "nowhere"}, "nowhere is not a complete checkpoint"),
+        ({"resume": "nowhere"}, "nowhere cannot be read"),
         ({"wandb": "project"}, "wandb is not installed; pip install wandb, or leave it out"),
     ],
 )
@@ -414,18 +393,16 @@ def test_the_rate_warms_up_and_falls_to_its_end():
 
 
 @pytest.mark.parametrize(("machine", "ranks"), [("h100", 1024), ("a100", 2)])
-def test_a_dry_run_starts_no_rank_and_says_how_long_and_what_would_fit(machine, ranks, capsys, tmp_path):
+def test_a_dry_run_starts_no_rank_and_says_how_long_and_whether_it_fits(machine, ranks, capsys, tmp_path):
     big = Model(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocab=128256)
     config = dataclasses.replace(TINY, model=big, seq_len=2**20, folder=str(tmp_path), device="cuda", nproc=ranks)
     config = dataclasses.replace(config, data=Data())  # all of the standard library
     assert train.here(dataclasses.replace(config, machine=machine, dry_run=True)) == 0
     output = capsys.readouterr().out
     assert f"ranks              {ranks} on cuda" in output and re.search(r"speed  +[\d,]+ tokens/s, \d+% of", output)
-    if ranks == 2:
-        more, shorter = re.search(r"fits +no, .* (\d+) ranks or seq_len=(\d+) would do", output).groups()
-        again = dataclasses.replace(config, machine=machine, dry_run=True, nproc=int(more))
-        assert train.here(again) == 0 and int(shorter) < 2**20
-    assert re.search(r"fits  +yes, ", output if ranks > 2 else capsys.readouterr().out) and not list(tmp_path.iterdir())
+    assert re.search(r"fits  +yes, " if ranks > 2 else r"fits  +no: more ranks", output) and not list(
+        tmp_path.iterdir()
+    )
 
 
 @pytest.mark.parametrize("row", MEASURED[:2], ids=lambda row: f"{row['layers']} blocks, {row['tokens']} tokens")
@@ -435,5 +412,5 @@ def test_a_dry_run_foresees_the_time_of_a_step_that_was_measured(row):
                    strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]))  # fmt: skip
     flops = estimate.train_flops(m, [row["tokens"]])
     config = train.resolved(dataclasses.replace(config, dry_run=True), row["ranks"])
-    result = dry.step_seconds(config, parallelize.plan_of(config), dry.machine_of(config), row["ranks"], flops)
+    result = dry.step_seconds(config, parallelize.plan_of(config), dry.machine_of(config), flops)
     assert result == pytest.approx(row["step_s"], rel=0.2)

@@ -99,15 +99,13 @@ def test_damage_is_found_on_all_ranks_and_the_run_goes_on_from_the_newest_that_i
         shutil.rmtree(step(whole, number))
     losses = over(2, dict.fromkeys(("run", "whole"), dataclasses.replace(TINY, resume="auto", steps=5)), tmp_path)
     assert losses["run"] == losses["whole"] and len(losses["run"]) == 5
-    names = [f"step-0000000{end}" for end in ("3", "4.aside", "5.aside")]
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == names
 
 
 def test_a_broken_checkpoint_that_was_named_is_refused_with_the_older_ones_on_every_rank(run):
     newest, older = step(run, 5), step(run, 4)
     config = train.resolved(dataclasses.replace(TINY, resume=str(newest)), 2)
     (newest / "rank-00001.safetensors").write_bytes((newest / "rank-00001.safetensors").read_bytes()[:1000])
-    first, second = torchrun.local(refused, 2, "cpu", config, str(run))
+    first, second = torchrun.local(refused, 2, "cpu", config, str(run.parent / "other"))
     assert first == second and "\n" not in first and str(older) in first
     assert f"{newest} cannot be read (rank-00001.safetensors is not as it was saved)" in first
 

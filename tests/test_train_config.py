@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.
 from ringattn import conf
 from ringattn.conf import schema
 from ringattn.conf.schema import Data, Model, Strategy, Train
-from ringattn.launch.train import configured, metrics, report
+from ringattn.launch.train import configured
 from ringattn.launch.train import start as train
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +21,7 @@ FILES = Data(path=str(ROOT / "conf"))
 
 def composed(*words: str) -> Train:
     results = []
-    assert configured.run(list(words), lambda config, swept: results.append(config) or 0) == 0
+    assert configured.run(list(words), lambda config: results.append(config) or 0) == 0
     return results[0]
 
 
@@ -35,7 +34,7 @@ def test_the_files_choose_values_and_words_change_them():
 @pytest.mark.slow
 def test_lengths_end_with_k_and_m(capsys):
     found = []
-    assert configured.run(["-m", "seq_len=4k,1M", "steps=2K", "run=2K"], lambda c, swept: found.append(c) or 0) == 0
+    assert configured.run(["-m", "seq_len=4k,1M", "steps=2K", "run=2K"], lambda c: found.append(c) or 0) == 0
     assert [(c.seq_len, c.steps) for c in found] == [(4096, 2048), (2**20, 2048)] and found[0].run == "2K-0"
 
 
@@ -107,7 +106,7 @@ def test_without_arguments_the_configuration_is_the_schema():
     ],
 )
 def test_an_impossible_setting_is_an_error_of_one_sentence(words, message, capsys):
-    assert configured.run(words, lambda config, swept: 0) == 2
+    assert configured.run(words, lambda config: 0) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -137,13 +136,13 @@ def test_a_wrong_setting_in_your_own_file_is_an_error_of_one_sentence(text, mess
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
     words = ["--config-dir", str(tmp_path)]
-    assert configured.run([*words, "experiment=mine"], lambda config, swept: 0) == 2
+    assert configured.run([*words, "experiment=mine"], lambda config: 0) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and os.environ["HOME"] not in error
-    assert configured.run([*words, "experiment=min"], lambda config, swept: 0) == 2
+    assert configured.run([*words, "experiment=min"], lambda config: 0) == 2
     assert capsys.readouterr().err.endswith("choose one of h200_long, million, mine, smoke; did you mean 'mine'?\n")
     (tmp_path / "experiment" / "mine.yaml").write_text("# in the wrong place\nseq_len: 3\n")
-    assert configured.run([*words, "experiment=mine"], lambda config, swept: 0) == 2
+    assert configured.run([*words, "experiment=mine"], lambda config: 0) == 2
     assert "experiment/mine.yaml: its first line must be # @package _global_" in capsys.readouterr().err
 
 
@@ -160,7 +159,7 @@ def test_a_wrong_setting_in_your_own_file_is_an_error_of_one_sentence(text, mess
 )
 def test_a_file_that_would_keep_hydra_busy_is_refused(text, message, tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(text)
-    assert configured.run(["--config-dir", str(tmp_path)], lambda config, swept: 0) == 2
+    assert configured.run(["--config-dir", str(tmp_path)], lambda config: 0) == 2
     assert message in capsys.readouterr().err
 
 
@@ -170,7 +169,7 @@ def test_a_file_of_your_own_is_taken(tmp_path, capsys):
     (folder / "model" / "wide.yaml").write_text("dim: 64\n")
     assert composed("--config-dir", str(folder), "model=wide").model.dim == 64
     assert composed(f"--config-dir={folder}", "model=tiny").model.dim == 128
-    assert configured.run([f"--config-dir={folder}", "--help"], lambda config, swept: 1) == 0
+    assert configured.run([f"--config-dir={folder}", "--help"], lambda config: 1) == 0
     assert "model=wide " in capsys.readouterr().out
 
 
@@ -192,7 +191,7 @@ def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
     )
     monkeypatch.syspath_prepend(tmp_path)
     words = ["--config-dir", str(tmp_path), "experiment=evil2", "dry_run=true"]
-    assert configured.run(words, lambda config, swept: 0) == 2
+    assert configured.run(words, lambda config: 0) == 2
     assert "Hydra's own settings cannot be changed here, for they can run code" in capsys.readouterr().err
     assert not ran.exists()
 
@@ -201,14 +200,14 @@ def test_without_hydra_the_error_has_the_remedy(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "ringattn.conf.compose")
     monkeypatch.delattr(conf, "compose")
     monkeypatch.setitem(sys.modules, "hydra", None)
-    assert configured.run(["seq_len=4"], lambda config, swept: 0) == 2
+    assert configured.run(["seq_len=4"], lambda config: 0) == 2
     assert capsys.readouterr().err == (
         "ringattn train: hydra is not installed; pip install 'ringattn[train]' ('.[...]' in a checkout)\n"
     )
 
 
 def test_the_result_is_printed_and_nothing_runs(capsys):
-    assert configured.run(["--cfg", "job", "model=small", "seq_len=16"], lambda config, swept: 1) == 0
+    assert configured.run(["--cfg", "job", "model=small", "seq_len=16"], lambda config: 1) == 0
     text = capsys.readouterr().out
     assert "seq_len: 16\n" in text and "  dim: 512\n" in text and "hydra" not in text
 
@@ -232,7 +231,7 @@ def test_ulysses_takes_all_ranks(words, size):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"nproc": 1, "resume": "nowhere"}, "nowhere is not a complete checkpoint"),
+        ({"nproc": 1, "resume": "nowhere"}, "nowhere cannot be read"),
         ({"nproc": 2, "strategy": schema.Strategy(keys="ulysses")}, "use strategy=ulysses or strategy.keys=ring"),
         ({"nproc": 2, "machine": "h10"}, "no such description or file; did you mean 'h100'?"),
         ({"nproc": 2, "machine": "h100"}, "it describes cuda, and device=cpu"),
@@ -246,78 +245,38 @@ def test_a_dry_run_refuses_what_a_run_would(choices, message, capsys):
 def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, capsys, monkeypatch):
     seen = []
     words = ["--multirun", "seq_len=16,32", f"folder={tmp_path}"]
-    assert configured.run(words, lambda config, swept: seen.append(config.seq_len) or 0) == 0
+    assert configured.run(words, lambda config: seen.append(config.seq_len) or 0) == 0
     assert seen == [16, 32]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert configured.run(words, lambda config, swept: 0) == 2
+    assert configured.run(words, lambda config: 0) == 2
     assert "sweep outside torchrun" in capsys.readouterr().err
 
 
 def test_a_sweep_ends_with_the_run_that_was_stopped_and_says_what_was_not_begun(capsys):
     seen = []
     words = ["--multirun", "optimizer.lr=1e-3,3e-3,5e-3,7e-3"]
-    assert configured.run(words, lambda config, swept: None if seen else seen.append(swept) or 0) is None
-    assert seen == ["optimizer.lr=0.001"]
+    assert configured.run(words, lambda config: None if seen else seen.append(config.optimizer.lr) or 0) is None
+    assert seen == [0.001]
     assert capsys.readouterr().out == "the sweep was stopped; not begun: optimizer.lr=0.005; optimizer.lr=0.007\n"
     statuses = iter([2, None])
-    assert configured.run(words, lambda config, swept: next(statuses)) == 2  # one that failed before is not forgotten
-
-
-def test_a_sweep_ends_with_a_table_the_best_run_first():
-    figures = {"tokens/s": 2000.0, "MiB": 297.4}
-    runs = [
-        {"swept": "lr=1", "ended": "failed", "folder": "a"},
-        {"swept": "lr=2", "loss": 3.0, "held_out": 2.5, "folder": "b", **figures},
-        {"swept": "lr=3", "loss": 2.9, "held_out": 2.1, "folder": "c", **figures},
-    ]
-    head, *lines = [line.split() for line in report.of_sweep(runs).splitlines()]
-    assert head == ["swept", "loss", "held_out", "tokens/s", "MiB", "folder"]
-    assert lines == [
-        ["lr=3", "2.9000", "2.1000", "2,000", "297", "c"],
-        ["lr=2", "3.0000", "2.5000", "2,000", "297", "b"],
-        ["lr=1", "failed", "-", "-", "-", "a"],
-    ]
-
-
-def test_how_to_go_on_with_a_run_of_a_sweep():
-    named, by_time = Train(run="sw-0"), Train()
-    assert report.again(named, Path("runs/sw-0"), "seed=1") == "go on with the same words and resume=auto"
-    assert report.again(by_time, Path("runs/now"), "seed=1") == (
-        "go on with the same words, without --multirun, with seed=1 and run=now resume=auto"
-    )
-    assert report.again(named, Path("runs/sw-0")) == "go on with the same words and run=sw-0 resume=auto"
+    assert configured.run(words, lambda config: next(statuses)) == 2  # one that failed before is not forgotten
 
 
 def test_a_rank_leaves_rank_0_the_time_to_say_what_is_wrong(capsys, monkeypatch):
     waited = []
     monkeypatch.setattr(configured, "leave_to_first", lambda status: waited.append(capsys.readouterr().err))
     monkeypatch.setenv("RANK", "1")
-    assert configured.run(["seq_len=-1"], lambda config, swept: 0) == 2
+    assert configured.run(["seq_len=-1"], lambda config: 0) == 2
     assert waited == [""]
     assert capsys.readouterr().err == "ringattn train: rank 1: seq_len=-1: must be above 0\n"
 
 
 def test_help_names_every_key_and_every_file(capsys):
-    assert configured.run(["--help"], lambda config, swept: 1) == 0
+    assert configured.run(["--help"], lambda config: 1) == 0
     text = capsys.readouterr().out
     assert all(f"  {name}=" in text for name, _ in schema.every_key())
     assert "experiment=h200_long" in text
-
-
-@pytest.mark.parametrize(("error", "kind"), [("UsageError", ValueError), ("CommError", OSError)])
-def test_wandb_without_a_login_is_an_error(error, kind, tmp_path):
-    """W&B's own classes and its words; of the network's errors another attempt may be rid."""
-    errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
-    for name in ("UsageError", "CommError"):
-        setattr(errors, name, type(name, (errors.Error,), {}))
-
-    def init(**_):
-        raise getattr(errors, error)("No API key configured. Use `wandb login` to log in.\nand more")
-
-    wandb = types.SimpleNamespace(Error=errors.Error, errors=errors, init=init)
-    with pytest.raises(kind, match=r"^wandb=mine: .*No API key configured.*WANDB_API_KEY.*WANDB_MODE=offline"):
-        metrics.wandb_run(wandb, tmp_path, Train(wandb="mine"))
 
 
 def test_a_saved_configuration_is_read_back():

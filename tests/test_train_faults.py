@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import signal
 import socket
@@ -150,7 +149,7 @@ def test_a_run_is_profiled_and_a_picture_that_cannot_be_drawn_is_reported(tmp_pa
     words = (*WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "steps=5", "profile=true", "picture=true")
     process = begin(*TRAIN, *words)
     output = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0 and "\nno picture: matplotlib cannot be imported" in output, output
+    assert process.returncode == 0 and "; no picture: matplotlib cannot be imported" in output, output
     assert not (tmp_path / "run" / "picture.svg").exists()
     assert "traceEvents" in json.loads((tmp_path / "run" / "trace.json").read_text())
 
@@ -190,8 +189,7 @@ def test_a_full_disk_is_reported(tmp_path):
     process = begin("unshare", "-rm", "sh", "-c", f"{mount} && exec {shlex.join((*TRAIN, *words))}")
     output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 1 and "Traceback" not in output  # another attempt may find room
-    assert "could not save step" in output, output
-    assert re.search(r"where [0-2] MB are free", output), output  # its part is gone again
+    assert "could not save step" in output and "free space, or use folder=PATH" in output, output
 
 
 def test_a_port_in_use_is_reported(tmp_path):

@@ -50,7 +50,7 @@ def test_twenty_losses_equal_torchs(tmp_path):
     text = run([str(EXAMPLE), *words], tmp_path)
     results = [float(x) for x in re.findall(r"loss (\S+)", text)]
     given = []
-    assert configured.run(words, lambda config, swept: given.append(config) or 0) == 0
+    assert configured.run(words, lambda config: given.append(config) or 0) == 0
     expected = over(1, {"torch": dataclasses.replace(given[0], strategy=Strategy())}, tmp_path)["torch"]
     assert len(results) == len(expected) == 20
     assert expected[-1] < expected[0] - 0.5

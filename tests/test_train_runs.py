@@ -84,41 +84,22 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     assert losses_after_auto(tmp_path) == 5  # nothing to go on from: a new start
 
 
-def test_a_run_goes_on_from_what_was_named_until_it_has_saved_and_what_is_newer_is_set_aside(
-    tmp_path, monkeypatch, capsys
-):
-    for step in (1, 2, 3):
-        made(tmp_path, step, started_at=1.0)
-    (tmp_path / "step-00000003" / "state.json").write_text("torn")  # why an older one was named
-    monkeypatch.setattr(trainer, "load", lambda path, *args: checkpoint.read_state(path))
+def test_a_run_goes_on_from_what_was_named_until_it_has_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "load", lambda path, *args: {**checkpoint.read_state(path), "steps": 5})
     monkeypatch.setattr(trainer, "about", lambda config, corpus: {})
+    named = made(tmp_path / "other", 1)
 
-    def goes_on(resume: str | None, started_at: float) -> int:
+    def goes_on(resume: str | None) -> int:
         config = dataclasses.replace(TINY, resume=resume)
-        job = SimpleNamespace(config=config, started_at=started_at, decoder=None, optimizer=None)
+        job = SimpleNamespace(config=config, step=0, decoder=None, optimizer=None)
         job.samples = SimpleNamespace(corpus=None)
-        trainer.resume(job, SimpleNamespace(folder=tmp_path, group=None))
+        trainer.resume(job, SimpleNamespace(folder=tmp_path / "run", group=None))
         return job.step
 
-    first = str(tmp_path / "step-00000001")
     with one_process():
-        assert goes_on(first, 2.0) == 1
-        assert capsys.readouterr().err.endswith(
-            "\nset aside what is newer, as NAME.aside: step-00000002, step-00000003\n"
-        )
-        assert goes_on(first, 2.0) == 1  # another attempt, before anything was saved
-        made(tmp_path, 2, started_at=2.0)
-        assert [goes_on(first, 2.0), goes_on(None, 2.0), goes_on("auto", 3.0)] == [2, 2, 2]
-        assert "set aside" not in capsys.readouterr().err
-        assert goes_on(first, 4.0) == 1  # somebody named it again
-    names = [f"step-0000000{end}" for end in ("1", "2.aside", "3.aside")]
-    assert sorted(p.name for p in tmp_path.iterdir()) == names
-
-
-def test_all_attempts_of_torchrun_began_when_the_first_one_did(tmp_path):
-    config = dataclasses.replace(TINY, folder=str(tmp_path), run="run")
-    with one_process():
-        assert [train.shared(config, began) for began in (1.5, 2.5)] == [(tmp_path / "run", 1.5)] * 2
+        assert [goes_on(None), goes_on("auto"), goes_on(str(named))] == [0, 0, 1]
+        made(tmp_path / "run", 2)
+        assert [goes_on(None), goes_on("auto"), goes_on(str(named))] == [2, 2, 2]
 
 
 def test_a_log_of_steps_without_a_checkpoint_is_kept(tmp_path, capsys):
@@ -134,14 +115,9 @@ def test_a_log_of_steps_without_a_checkpoint_is_kept(tmp_path, capsys):
 
 def test_a_torn_or_foreign_line_in_the_log_is_left_out(tmp_path):
     log, good = tmp_path / "metrics.jsonl", {"kind": "step", "step": 1, "loss": 0.1}
-    foreign = ["[]", "3", '{"step": 1}', '{"step": "b", "kind": "step"}', "\xff", '{"kind": "st']
+    foreign = ["[]", "3", '{"step": 1}', "\xff", '{"kind": "st']
     log.write_text("\n".join([json.dumps(good), *foreign]), encoding="latin-1")
     assert metrics.read(log) == [good]
-    assert report.columns_of(metrics.read(log))["loss"] == []  # a line that lacks what is summed up
-    again = metrics.Log(tmp_path, TINY)
-    again.write({"kind": "step", "step": 2})
-    again.close()
-    assert [row["step"] for row in metrics.read(log)] == [1, 2]
     metrics.forget_after(log, 1)
     assert log.read_text() == json.dumps(good) + "\n"
 
@@ -151,7 +127,7 @@ def test_a_line_that_nobody_reads_any_more_is_no_error(live):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as stream:
-        bar = metrics.Bar(3, stream=stream)
+        bar = metrics.Progress(3, stream=stream)
         bar.live = live
         for step in (1, 2, 3):
             bar.show(step, {"loss": 1.0, "tokens_per_second": 1e5, "mfu": 0.5, "memory_mib": 1.0})
@@ -176,22 +152,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
     for more in ({}, {"run": "other", "resume": str(tmp_path / "run" / "checkpoints" / "step-00000004")}):
         assert train.here(dataclasses.replace(config, **{"resume": "auto", **more})) == 0
         output = capsys.readouterr().out
-        assert "77.0" not in output and ("nothing was left to train" in output or "already at step 4 of 4" in output)
-
-
-def test_a_finished_run_without_checkpoints_is_not_done_again(tmp_path, capsys):
-    config = dataclasses.replace(
-        TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", steps=1, picture=False, resume="auto"
-    )
-    assert train.here(config) == 0
-    log = tmp_path / "run" / "metrics.jsonl"
-    before = log.stat().st_mtime_ns, log.read_bytes()
-    capsys.readouterr()
-    assert train.here(config) == 0
-    assert capsys.readouterr().out == f"nothing to train: already at step 1 of 1 in {tmp_path}/run\n"
-    assert (log.stat().st_mtime_ns, log.read_bytes()) == before
-    for other in ({"seed": 1}, {"steps": 2}, {"save_every": 1}):
-        assert not train.ended(train.resolved(dataclasses.replace(config, **other), None), tmp_path / "run")
+        assert "77.0" not in output and ("already at step 4 of 4" in output)
 
 
 def test_a_run_without_checkpoints_says_so_last(tmp_path, capsys):
@@ -237,24 +198,24 @@ def test_every_step_is_a_line_of_80_columns(live, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
     stream.isatty = lambda: live
-    bar = metrics.Bar(100, stream=stream)
+    bar = metrics.Progress(100, stream=stream)
     for step in (1, 2, 100):
         bar.show(step, {"loss": 12.3456, "tokens_per_second": 1e5 * step, "mfu": 0.5, "memory_mib": 104761.0})
     lines = re.findall(r"[^\r\n]+", stream.getvalue())
     assert [re.findall(r"\d+/100 ", line) for line in lines] == [["1/100 "], ["2/100 "], ["100/100 "]]
     assert all(len(line) <= 79 and "s left" in line for line in lines)
-    assert lines[0].startswith("[..." if live else "  1/100  loss")
+    assert lines[0].startswith("  1/100  loss")
 
 
-def test_a_batch_log_has_about_50_lines_and_no_share_of_nearly_nothing():
+def test_a_batch_log_has_about_50_lines():
     stream = io.StringIO()
     for every, lines in ((None, 51), (10, 101)):
-        bar = metrics.Bar(1000, every, stream)
+        bar = metrics.Progress(1000, every, stream)
         for step in range(1, 1001):
             bar.show(step, {"loss": 1.0, "tokens_per_second": 1e5, "mfu": 0.004, "memory_mib": 1.0})
-        assert stream.getvalue().count("\n") == lines and "MFU" not in stream.getvalue()
+        assert stream.getvalue().count("\n") == lines
         stream.truncate(0)
-    assert metrics.mfu(0.4, "cpu") == ["40% of a matrix product's flops"] and metrics.mfu(0.4) == ["MFU 40%"]
+    assert metrics.mfu(0.4, "cpu") == "40% of a matrix product's flops" and metrics.mfu(0.4) == "MFU 40%"
 
 
 def test_a_closed_connection_is_explained_and_other_errors_are_unchanged():
@@ -293,17 +254,6 @@ def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
             assert torch.equal(results["weight"], expected)
 
 
-def test_a_checkpoints_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path, monkeypatch):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    monkeypatch.setattr(trainer.os, "access", lambda path, mode: not str(path).endswith("checkpoints"))
-    with pytest.raises(OSError, match=r"run/checkpoints cannot be written to \(Permission denied\); use folder=PATH"):
-        trainer.save_config(SimpleNamespace(config=TINY, folder=tmp_path / "run"))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "checkpoints").write_text("a file where the folder should be")
-    with pytest.raises(FileExistsError, match=r"other/checkpoints cannot be written to \(File exists\); use folder="):
-        trainer.save_config(SimpleNamespace(config=TINY, folder=tmp_path / "other"))
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_disk_that_is_full_at_the_start_is_an_error_with_its_file(tmp_path):
     for name in ("config.json", "metrics.jsonl.part"):
@@ -340,15 +290,9 @@ def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
     assert train.here(dataclasses.replace(config, resume="auto")) == 0
 
 
-def test_resume_without_a_name_lists_the_runs(tmp_path):
-    config = dataclasses.replace(TINY, folder=str(tmp_path), resume="auto")
+def test_resume_without_a_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"none was given; use run=NAME$"):
-        train.new_folder(config)
-    for name in ("a", "b"):
-        made(tmp_path / name / "checkpoints", 1)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=f"use run=NAME; {tmp_path} has a, b$"):
-        train.new_folder(config)
+        train.new_folder(dataclasses.replace(TINY, folder=str(tmp_path), resume="auto"))
 
 
 @pytest.mark.slow
@@ -373,7 +317,7 @@ def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys
 
     def names(*words: str) -> list[str | None]:
         results: list[str | None] = []
-        assert configured.run(["--multirun", *words], lambda config, swept: results.append(config.run) or 0) == 0
+        assert configured.run(["--multirun", *words], lambda config: results.append(config.run) or 0) == 0
         return results
 
     assert names("run=sw", "optimizer.lr=1e-3,3e-3") == ["sw-0", "sw-1"]

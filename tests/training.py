@@ -51,7 +51,7 @@ def made(folder: Path, step: int, **state) -> Path:
     """A complete checkpoint of no tensors."""
     path = folder / checkpoint.name_of(step)
     path.mkdir(parents=True)
-    checkpoint.write_state(path, {"model": {}, "step": step, "files": {}, **state})
+    checkpoint.write_state(path, {"step": step, "files": {}, **state})
     return path
 
 

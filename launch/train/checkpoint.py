@@ -2,8 +2,7 @@
 
 runs/NAME/checkpoints/step-00000100/rank-00000.safetensors   the rows of each tensor that rank 0 held
 runs/NAME/checkpoints/step-00000100/state.json               the state of the training; a checksum of every file
-runs/NAME/checkpoints/step-00000100.part/    the same while it is being written; never read
-runs/NAME/checkpoints/step-00000100.aside/   left behind, since the run went on from an older one; never read
+runs/NAME/checkpoints/step-00000100.part/   the same while it is being written; never read
 
 torch's HuggingFaceStorageReader loads them on any number of ranks. Reading runs no code: there is no pickle.
 """
@@ -16,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,6 @@ from ringattn.comms import lost, messages
 from ringattn.conf.schema import Train
 from ringattn.launch.train import data, metrics
 
-A_STEP = "batch x accumulate x strategy.data"  # sequences in a step, as a user says how many
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError)  # of a JSON file of any content
 
 
@@ -141,14 +139,9 @@ class Checkpoints:
         for old in [p for p in complete(self.folder) if p.name <= whole.name][: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def poll(self) -> None:
-        """Raise what went wrong with a checkpoint that has ended."""
-        if self.writing and self.writing.done():
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for the one that is being written; raise what went wrong."""
-        if self.writing is not None:
+    def finish(self, wait: bool = True) -> None:
+        """Raise what went wrong with the one that is being written, or was."""
+        if self.writing is not None and (wait or self.writing.done()):
             future, self.writing = self.writing, None
             future.result()
 
@@ -206,20 +199,6 @@ def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         raise unreadable({path: str(next(iter(error.failures.values()))[0])}) from error
 
 
-def resumed_from(resume: str | None, folder: Path, started_at: float) -> list[Path]:
-    """The checkpoints that a run may go on from, oldest first: its own, or one that was named and those saved since.
-
-    `started_at` tells its own from older ones: all attempts of a run have the same.
-    """
-    own = numbered(folder)
-    if resume is None or resume == "auto":
-        return own
-    since = [path for path in own if damage(path) is None and read_state(path).get("started_at") == started_at]
-    if not since:
-        read_state(Path(resume))  # whose error names the alternatives
-    return [Path(resume), *since]
-
-
 def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
     """The last of these checkpoints that is as it was saved; a ValueError where none is, None where there is none.
 
@@ -246,47 +225,27 @@ def everyones(mine: Any, group: Any = None) -> list[Any]:
     return messages.gather(mine, group) if dist.is_initialized() else [mine]
 
 
-def set_aside(folder: Path, begin: Path) -> list[Path]:
-    """Rename the checkpoints that are newer than the one a run goes on from: they are another future of it."""
-    newer = [p for p in numbered(folder) if step_of(p) > step_of(begin)]
-    for path in newer:
-        aside = path.with_suffix(".aside")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-    return newer
-
-
 def about(config: Train, corpus: data.Corpus) -> dict[str, Any]:
     """What must be the same when a run goes on: the model, the data, and what decides their order."""
     return {
-        "model": dataclasses.asdict(config.model),
+        **{f"model.{name}": value for name, value in dataclasses.asdict(config.model).items()},
         "seed": config.seed,
         "seq_len": config.seq_len,
-        A_STEP: config.batch * config.accumulate * config.strategy.data,
-        "data": {
-            "documents": config.data.documents,
-            "held_out": config.data.held_out,
-            "tokens": f"{len(corpus)} with checksum {data.checksum(corpus):08x}",  # wherever they lie now
-        },
+        "batch x accumulate x strategy.data": config.batch * config.accumulate * config.strategy.data,
+        "data.documents": config.data.documents,
+        "data.held_out": config.data.held_out,
+        "data.tokens": f"{len(corpus)} with checksum {data.checksum(corpus):08x}",  # wherever they lie now
     }
 
 
 def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     """The saved state of a checkpoint of this training (`about`); a ValueError for any other."""
     state = read_state(path)
-    if differ := list(differences(state, about)):
+    differ = [f"{key} is {state.get(key)!r} there and {here!r} here" for key, here in about.items()
+              if state.get(key) != here]  # fmt: skip
+    if differ:
         raise ValueError(f"{path} is of another training: {'; '.join(differ)}; use the same, or start another run=NAME")
     return state
-
-
-def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Where they differ. What an older checkpoint does not contain is not compared."""
-    for key, own in here.items():
-        other = there.get(key, own)
-        if isinstance(own, dict):
-            yield from differences(other, own, f"{prefix}{key}.")
-        elif other != own:
-            yield f"{prefix}{key} is {other!r} there and {own!r} here"
 
 
 def name_of(step: int) -> str:

@@ -22,8 +22,8 @@ Groups choose files of conf/, keys change single values; --cfg job prints the re
 PATIENCE = 20.0  # seconds that a rank waits for rank 0 to report a problem
 
 
-def run(words: list[str], task: Callable[[Train, str], int | None]) -> int | None:
-    """`task(config, its own words in a sweep)` for each configuration that the words make; the exit status.
+def run(words: list[str], task: Callable[[Train], int | None]) -> int | None:
+    """`task(config)` for each configuration that the words make; the exit status.
 
     A wrong configuration is one sentence from rank 0 and status 2. If a task returns None, a signal stopped it: the
     sweep ends too, with the status of the runs before it, None if all were good.
@@ -51,7 +51,7 @@ def run(words: list[str], task: Callable[[Train, str], int | None]) -> int | Non
     for done, (swept, config) in enumerate(configs, 1):
         if swept:
             print(f"{swept}:", file=sys.stderr, flush=True)
-        status = task(config, swept)
+        status = task(config)
         if status is None:
             if configs[done:]:
                 print(f"the sweep was stopped; not begun: {'; '.join(left for left, _ in configs[done:])}")

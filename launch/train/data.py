@@ -228,10 +228,3 @@ def sample(corpus: Corpus, most: int) -> np.ndarray:
 def checksum(corpus: Corpus) -> int:
     """A checksum of a sample; other data almost surely has another."""
     return zlib.crc32(sample(corpus, 1 << 16).astype("<i8").tobytes())
-
-
-def unigram_entropy(corpus: Corpus) -> float:
-    """-sum p log p over single tokens, in nats: the loss of a model that knows nothing but how frequent each one is."""
-    counts = np.bincount(sample(corpus, 1 << 24)).astype(np.float64)
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())

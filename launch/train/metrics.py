@@ -1,4 +1,4 @@
-"""The metrics of a run: a progress line, JSON lines in a file, optionally TensorBoard and W&B, and a picture."""
+"""The figures of a run: a progress line, JSON lines in a file, optionally TensorBoard and W&B."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from ringattn.conf.schema import Train
 
 # Dense bf16 tensor-core peaks of one GPU, flops a second, by a part of the device's name.
 PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
-MIB = 2**20
 
 
 def peak_flops(device: torch.device) -> float:
@@ -52,9 +51,7 @@ class Memory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            with contextlib.suppress(
-                OSError, AttributeError
-            ):  # return freed memory to the system, if the C library can
+            with contextlib.suppress(OSError, AttributeError):  # freed memory goes back, if the C library can
                 ctypes.CDLL(None).malloc_trim(0)
             with contextlib.suppress(OSError):  # not Linux: the mark stays that of the whole process
                 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
@@ -80,23 +77,9 @@ def status(name: str) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def process_began() -> float:
-    """When this process started, as `time.time`; now, if that is unknown."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        lived = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.time() - max(0.0, lived)
-    except (OSError, ValueError, IndexError):
-        return time.time()
-
-
-def mfu(share: float, device: str = "cuda") -> list[str]:
-    """The model flops utilization in words; left out if it is below 0.5%, as for small models.
-
-    A CPU has no data sheet: its peak is what a matrix product reaches here.
-    """
-    words = f"MFU {share:.0%}" if device == "cuda" else f"{share:.0%} of a matrix product's flops"
-    return [words] if share >= 0.005 else []
+def mfu(share: float, device: str = "cuda") -> str:
+    """The model flops utilization in words. A CPU has no data sheet: its peak is what a matrix product reaches here."""
+    return f"MFU {share:.0%}" if device == "cuda" else f"{share:.0%} of a matrix product's flops"
 
 
 def echo(text: str, stream: Any = None, end: str = "\n") -> None:
@@ -109,8 +92,8 @@ def echo(text: str, stream: Any = None, end: str = "\n") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class Bar:
-    """A progress line on the terminal that is overwritten; without a terminal, one line every few steps."""
+class Progress:
+    """A line on the terminal that is overwritten; without a terminal, one line every few steps."""
 
     def __init__(self, steps: int, every: int | None = None, stream: Any = None, device: str = "cuda"):
         self.steps, self.stream, self.device = steps, stream or sys.stderr, device
@@ -127,16 +110,11 @@ class Bar:
         left = (time.monotonic() - self.started) / max(1, step - self.first) * (self.steps - step)
         text = "  ".join([
             f"{step:>{len(str(self.steps))}}/{self.steps}", f"loss {row['loss']:.4f}",
-            f"{row['tokens_per_second']:,.0f} tokens/s", *mfu(row["mfu"], self.device), f"{row['memory_mib']:,.0f} MiB",
+            f"{row['tokens_per_second']:,.0f} tokens/s", mfu(row["mfu"], self.device), f"{row['memory_mib']:,.0f} MiB",
             f"{left:.0f} s left",
         ])  # fmt: skip
-        if self.live:
-            width = shutil.get_terminal_size().columns - 1
-            cells = max(0, min(20, width - len(text) - 3))  # the bar fills the rest of the line
-            done = round(cells * step / self.steps)
-            text = f"[{'#' * done}{'.' * (cells - done)}] {text}"[:width]
-            text = f"\r{text:<{width}}"
-        echo(text, self.stream, end="" if self.live else "\n")
+        width = shutil.get_terminal_size().columns - 1
+        echo(f"\r{text[:width]:<{width}}" if self.live else text, self.stream, end="" if self.live else "\n")
 
     def close(self) -> None:
         if self.live:
@@ -150,19 +128,17 @@ class Log:
     """
 
     def __init__(self, folder: Path, config: Train):
-        self.writer: Any = None
-        self.wandb: Any = None
-        modules, path = loggers(config), folder / "metrics.jsonl"
-        with writing(path):
+        self.tensorboard, self.wandb = loggers(config)
+        with writing(folder / "metrics.jsonl"):
             folder.mkdir(parents=True, exist_ok=True)
-            torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-            self.file = path.open("a")
-            self.file.write("\n" * bool(torn))
-            self.file.flush()
-            if config.tensorboard:
-                self.writer = modules["tensorboard"].SummaryWriter(str(folder))
-        if config.wandb:
-            self.wandb = wandb_run(modules["wandb"], folder, config)
+            self.file = (folder / "metrics.jsonl").open("a")
+            if self.wandb and not (folder / "wandb-id").exists():
+                (folder / "wandb-id").write_text(secrets.token_hex(8))
+            if self.tensorboard:
+                self.tensorboard = self.tensorboard.SummaryWriter(str(folder))
+        if self.wandb:  # the same run after a resume
+            about: Any = {"project": config.wandb, "name": folder.name, "id": (folder / "wandb-id").read_text()}
+            self.wandb = self.wandb.init(**about, dir=str(folder), resume="allow", config=dataclasses.asdict(config))
 
     def write(self, row: dict[str, Any]) -> None:
         with writing(self.file.name):
@@ -174,12 +150,9 @@ class Log:
             )
         if row["step"] < 0:  # a measurement of memory, which has no place on a curve
             return
-        kind = row["kind"]
-        numbers = {f"{kind}/{k}": v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
-        if self.writer:
-            with writing(Path(self.file.name).parent):
-                for name, value in numbers.items():
-                    self.writer.add_scalar(name, value, row["step"])
+        numbers = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+        for name, value in numbers.items() if self.tensorboard else ():
+            self.tensorboard.add_scalar(name, value, row["step"])
         if self.wandb:
             self.wandb.log(numbers, step=row["step"])
 
@@ -193,41 +166,20 @@ class Log:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # every row is already written
             self.file.close()
-        if self.writer:
-            self.writer.close()
+        if self.tensorboard:
+            self.tensorboard.close()
         if self.wandb:
             self.wandb.finish()
 
 
-def wandb_run(wandb: Any, folder: Path, config: Train) -> Any:
-    """A run of W&B, the same one after a resume; if it cannot be made, usually because of a missing login, an error."""
-    kept = folder / "wandb-id"
-    with writing(kept):
-        if not kept.exists():
-            kept.write_text(secrets.token_hex(8))
-        run_id = kept.read_text().strip()
-    about = dataclasses.asdict(config)
-    try:
-        return wandb.init(
-            project=config.wandb, dir=str(folder), name=folder.name, id=run_id, resume="allow", config=about
-        )
-    except wandb.Error as error:
-        kind = OSError if isinstance(error, wandb.errors.CommError) else ValueError  # the network may come back
-        why = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise kind(
-            f"wandb={config.wandb}: W&B answers: {why}; run `wandb login` or set WANDB_API_KEY where rank 0 runs, "
-            "set WANDB_MODE=offline, or leave wandb out"
-        ) from None
-
-
-def loggers(config: Train) -> dict[str, Any]:
-    """The modules of the requested loggers, by package; a ValueError for one that is not installed."""
-    wanted, modules = {"torch.utils.tensorboard": config.tensorboard, "wandb": config.wandb}, {}
-    for module in (name for name, enabled in wanted.items() if enabled):
-        package = module.rpartition(".")[2]
+def loggers(config: Train) -> list[Any]:
+    """The modules of TensorBoard and W&B, None for what is not requested; a ValueError if one is not installed."""
+    modules: list[Any] = []
+    for module, wanted in (("torch.utils.tensorboard", config.tensorboard), ("wandb", config.wandb)):
         try:
-            modules[package] = import_module(module)
+            modules.append(import_module(module) if wanted else None)
         except ImportError:
+            package = module.rpartition(".")[2]
             raise ValueError(f"{package} is not installed; pip install {package}, or leave it out") from None
     return modules
 
@@ -238,18 +190,19 @@ def writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(f"could not write {path} ({error.strerror}); free space, or use folder=PATH") from None
+        why = f"could not write {path} ({error.strerror}); free space, or use folder=PATH"
+        raise type(error)(why) from None  # its type decides whether another attempt may succeed
 
 
 def forget_after(path: Path, step: int) -> None:
     """Remove the rows that will be written again after `step`: later steps, and measurements made at the end.
 
-    If that is all rows, because there is no checkpoint, the file is renamed instead.
+    If that is all rows, because there is no checkpoint, the file is kept under another name.
     """
-    rows = lines(path)
+    rows = read(path)
     if rows and step == 0:
-        aside = path.replace(path.with_name(f"{path.name}.aside"))
-        echo(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {aside}")
+        echo(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {path}.aside")
+        path.replace(f"{path}.aside")
     unfinished = path.with_name(f"{path.name}.part")
     with writing(path):
         unfinished.write_text("".join(f"{json.dumps(row)}\n" for row in rows if 0 <= row["step"] <= step))
@@ -257,20 +210,17 @@ def forget_after(path: Path, step: int) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in the order of steps; of several with the same step and kind, the last."""
-    rows = {(row["step"], row["kind"]): row for row in lines(path)}
+    """The rows of metrics.jsonl in the order of steps; of several with the same step and kind, the last.
+
+    A line that was torn, as by a full disk, is left out.
+    """
+    rows = {}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            rows[row["step"], row["kind"]] = row
     return [rows[k] for k in sorted(rows)]
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, if it exists, without incomplete or foreign lines."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    ours = {"step": int, "kind": str}
-    return [r for r in rows if isinstance(r, dict) and all(isinstance(r.get(k), kind) for k, kind in ours.items())]
-
-
-def columns(rows: Sequence[dict[str, Any]], *names: str) -> list[list[Any]]:
+def columns(rows: list[dict[str, Any]], *names: str) -> list[list[Any]]:
     return [[r[n] for r in rows] for n in names]

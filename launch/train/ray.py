@@ -1,11 +1,13 @@
 """The ranks of a run as Ray's workers: placed on its nodes, started again when one fails, fewer of them if need be.
 
 Ray only starts things. Weights and the place in the data come back from the run's own checkpoints, which lie on storage
-that all nodes see. The driver and the ranks talk by a `Board`, which lives with the driver.
+that all nodes see. The driver serves the store where the ranks of each attempt meet; by it the ranks tell a problem and
+the summary of rank 0, and the driver the request to stop.
 """
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -29,36 +31,23 @@ from ringattn.launch.train import torchrun
 PASSED_ON = ("GLOO_", "JAX_", "NCCL_", "OMP_", "PYTHONPATH", "TORCH_", "XLA_")
 
 
-class Board:
-    """What the driver and the ranks exchange, by name: a problem, the summary of rank 0, and the request to stop."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-
-    def write(self, name: str, value: Any) -> None:
-        """Only the first value of a name counts."""
-        self.values.setdefault(name, value)
-
-    def read(self, name: str) -> Any:
-        return self.values.get(name)
-
-
 def fit(config: Train, work: Callable[..., Any], choose_folder: Callable[[Train], Path]) -> tuple[dict[str, Any], Path]:
     """Run `work` on Ray's workers until it ends; returns the summary of rank 0, and the run's folder."""
     ray = connect(config)
     try:
         config, gpus = sized(config, ray.cluster_resources())
-        folder = choose_folder(config).absolute()
-        board = on_this_node(ray, Board)
-        task = {"config": config, "work": work, "folder": str(folder), "started": time.time(), "board": board}
-        with stopping(lambda: board.write.remote("stopping", True)):
+        folder, host = choose_folder(config).absolute(), ray.util.get_node_ip_address()
+        listens = torchrun.listener(host)  # on the loopback where that is what Ray uses
+        meeting = host, listens.getsockname()[1]
+        store = torchrun.store(*meeting, timedelta(seconds=config.cluster.timeout), listens)
+        task = {"config": config, "work": work, "folder": str(folder), "started": time.time(), "meeting": meeting}
+        with stopping(lambda: store.set("stopping", "")):
             failure = attempt(task, gpus)
-        problem, summary = (ray.get(board.read.remote(name)) for name in ("problem", "summary"))
-        if problem:
-            raise ValueError(problem)
-        if summary is None:
+        if store.check(["problem"]):
+            raise ValueError(store.get("problem").decode())
+        if not store.check(["summary"]):
             raise failure or processes.RankError(0, "ended without a word")
-        return summary, folder
+        return json.loads(store.get("summary")), folder
     finally:
         ray.shutdown()
 
@@ -147,14 +136,6 @@ def fitted(config: Train, ranks: int) -> Train:
     return dataclasses.replace(config, strategy=dataclasses.replace(s, ulysses=math.gcd(s.ulysses or ranks, ranks)))
 
 
-def on_this_node(ray: Any, kind: type) -> Any:
-    """An actor that lives where the driver does."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=here)(kind).remote()
-
-
 def attempt(task: dict[str, Any], gpus: bool) -> processes.RankError | None:
     """Train with as many attempts as failures are allowed; why the last one failed."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -172,9 +153,8 @@ def attempt(task: dict[str, Any], gpus: bool) -> processes.RankError | None:
     )  # fmt: skip
     failures = FailureConfig(max_failures=c.failures)
     run = RunConfig(name=folder.name, storage_path=str(folder.parent / ".ray"), failure_config=failures)
-    meeting = joining(torchrun.backend(config.device), c.timeout)
     try:
-        Trainer(one_rank, train_loop_config=task, torch_config=meeting, scaling_config=workers, run_config=run).fit()
+        Trainer(one_rank, train_loop_config=task, torch_config=joining(), scaling_config=workers, run_config=run).fit()
     except TrainingFailedError as error:
         of_rank = getattr(error, "worker_failures", {})
         named = {rank: processes.RankError(rank, described(e)) for rank, e in of_rank.items()}
@@ -182,72 +162,53 @@ def attempt(task: dict[str, Any], gpus: bool) -> processes.RankError | None:
     return None
 
 
-def joining(backend: str, timeout: float) -> Any:
-    """How Ray's workers become a process group: as Ray has them do it, but for where the store listens."""
+def joining() -> Any:
+    """What Ray does before a worker's run: the variables of torchrun; all GPUs of a node are seen by its ranks."""
     from ray.train.torch import config
 
     class Backend(config._TorchBackend):
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            meeting = worker_group.execute_single(0, listen)
             worker_group.execute(config._set_torch_distributed_env_vars)
-            worker_group.execute(join, meeting, backend, timeout)
 
     class Joining(config.TorchConfig):
         @property
         def backend_cls(self) -> type:
             return Backend
 
-    return Joining(backend=backend, timeout_s=int(timeout))
-
-
-listening: list[socket.socket] = []  # of rank 0, between `listen` and `join`
-
-
-def listen() -> tuple[str, int]:
-    """Where the ranks meet: at an address of this node, and on the loopback where that is what Ray uses."""
-    import ray
-
-    host = ray.util.get_node_ip_address()
-    listening[:] = [torchrun.listener(host)]
-    return host, listening[0].getsockname()[1]
-
-
-def join(meeting: tuple[str, int], backend: str, timeout: float) -> None:
-    """Join the process group of a run as the rank that Ray has given this worker."""
-    rank, ranks, patience = torchrun.rank(), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting[0], str(meeting[1])
-    store = torchrun.store(*meeting, ranks, patience, listening.pop() if rank == 0 else None)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
+    return Joining()
 
 
 def one_rank(task: dict[str, Any]) -> None:
-    """One worker's whole run. A problem that only the user can fix goes to the board, and no attempt follows."""
-    import ray
+    """One worker's whole run. A problem that only the user can fix goes to the driver, and no attempt follows."""
+    from ray.train.collective import broadcast_from_rank_zero
 
     from ringattn.launch.train.start import resolved
 
-    board = task["board"]
-    if ray.get(board.read.remote("problem")):
+    patience, ranks = timedelta(seconds=task["config"].cluster.timeout), int(os.environ["WORLD_SIZE"])
+    store = torchrun.store(*task["meeting"], patience)
+    if store.check(["problem"]):
         return
+    attempt = dist.PrefixStore(broadcast_from_rank_zero(secrets.token_hex(8)), store)
+    kind = torchrun.backend(task["config"].device)
+    dist.init_process_group(kind, store=attempt, rank=torchrun.rank(), world_size=ranks, timeout=patience)
     try:
-        ranks = dist.get_world_size()
         config = resolved(fitted(task["config"], ranks), ranks)
 
         def should_stop() -> bool:
-            return dist.get_rank() == 0 and bool(ray.get(board.read.remote("stopping"), timeout=60.0))
+            return dist.get_rank() == 0 and store.check(["stopping"])
 
         summary = task["work"](config, task["folder"], task["started"], should_stop=should_stop)
     except Exception as error:
         ended = not dist.is_initialized()  # by Ray, in another thread: a peer died, and this error only follows from it
         if ended or processes.status(error) == processes.FAILED:
             raise
-        ray.get(board.write.remote("problem", str(error)))
-        if "nccl" in dist.get_backend_config():
+        store.set("problem", str(error))
+        if "nccl" in kind:
             raise  # NCCL's peers would wait for this rank until their time is up
         dist.destroy_process_group()  # gloo's peers notice
         return
     if dist.get_rank() == 0:
-        ray.get(board.write.remote("summary", summary))
+        store.set("summary", json.dumps(summary))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ metrics.jsonl, checkpoints/ and picture.svg.
 """
 
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -21,7 +20,7 @@ from ringattn.conf.schema import Strategy, Train
 from ringattn.launch import processes
 from ringattn.launch.train import configured, data, metrics, torchrun
 from ringattn.launch.train.metrics import echo
-from ringattn.launch.train.report import again, checkpoints_of, finish, of_sweep, plural
+from ringattn.launch.train.report import again, checkpoints_of, finish, plural
 
 
 def main(words: list[str] | None = None) -> int:
@@ -29,17 +28,11 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if torchrun.started():
         torchrun.end_on_signals()
-    begun = iter([metrics.process_began()])  # the second run of a sweep begins when its turn comes
 
-    runs: list[dict[str, Any]] = []
-
-    def task(config: Train, swept: str) -> int | None:
-        began = next(begun, None)
-        return under_torchrun(config, began) if torchrun.started() else here(config, began, swept, runs)
+    def task(config: Train) -> int | None:
+        return under_torchrun(config) if torchrun.started() else here(config)
 
     status = configured.run(words, task)
-    if len(runs) > 1:
-        echo(f"\n{of_sweep(runs)}", sys.stdout)
     if status is None:
         sys.stdout.flush()
         os._exit(0)  # an ordinary end would wait for the fork server's imports; it ends by itself
@@ -53,16 +46,12 @@ def work(*arguments: Any, **more: Any) -> dict[str, Any]:
     return trainer.work(*arguments, **more)
 
 
-def here(
-    config: Train, began: float | None = None, swept: str = "", runs: list[dict[str, Any]] | None = None
-) -> int | None:
+def here(config: Train) -> int | None:
     """Start the ranks, and beside them, for the picture, one rank with the same seed.
 
-    Returns the exit status, or None if a signal stopped it. `swept`: the words that a sweep adds for this run alone,
-    whose figures are added to `runs`.
+    Returns the exit status, or None if a signal stopped it.
     """
     folder: Path | None = None
-    kept = [] if runs is None else runs
     try:
         if config.cluster.kind == "torchrun":
             raise ValueError("cluster=torchrun, and no ranks were started; run torchrun ... -m ringattn.launch.train")
@@ -70,24 +59,21 @@ def here(
             from ringattn.launch.train import ray
 
             summary, folder = ray.fit(config, work, new_folder)
-            kept.append({"swept": swept, **finish(config, folder, {"Ray": folder}, summary, swept)})
-            return None if summary.get("stopped") else 0
+            finish(config, folder, {"Ray": folder}, summary)
+            return None if summary["stopped"] else 0
         config = resolved(config, None)
         ranks = config.nproc or 1
         folder = new_folder(config)
         check(config)
-        if ended(config, folder):
-            echo(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}", sys.stdout)
-            return 0
         if config.dry_run:
             return foresee(config)
         announce(config, folder)
-        summary = trained(config, folder, began or time.time())
+        summary = trained(config, folder)
         beside, stopped = {plural(ranks): folder}, summary["stopped"]
         if config.reference and ranks > 1 and not stopped and config.resume is None:
             reference = compared(config, folder / "one-rank")
             beside, stopped = beside | reference, not reference
-        kept.append({"swept": swept, **finish(config, folder, beside, summary, swept)})
+        finish(config, folder, beside, summary)
         return None if stopped else 0
     except torchrun.Stopped:
         echo("stopped before the first step; there is nothing to save", sys.stdout)
@@ -96,8 +82,7 @@ def here(
         status = processes.status(error)
         echo(f"ringattn train: {processes.sentence(error) or error}")
         if status == processes.FAILED and folder is not None and checkpoints_of(folder):
-            echo(again(config, folder, swept))
-        kept.append({"swept": swept, "ended": "failed", "folder": folder})
+            echo(again(config, folder))
         return status
 
 
@@ -126,9 +111,10 @@ def announce(config: Train, folder: Path) -> None:
     echo(f"trains {what}, {where}; writes to {folder}")
 
 
-def trained(config: Train, folder: Path, began: float) -> dict[str, Any]:
+def trained(config: Train, folder: Path) -> dict[str, Any]:
     """The figures of rank 0, of ranks that are started here."""
     limit = config.cluster.timeout
+    began = time.time()
     return torchrun.local(work, config.nproc or 1, config.device, config, str(folder), began, patience=limit)[0]
 
 
@@ -136,7 +122,7 @@ def compared(config: Train, folder: Path) -> dict[str, Path]:
     """The same training on one rank, by its name; nothing if it was stopped, which is reported."""
     echo("the same on one rank:")
     try:
-        summary = trained(on_one_rank(config), folder, time.time())
+        summary = trained(on_one_rank(config), folder)
     except torchrun.Stopped:
         summary = {"stopped": True, "step": 0}
     if summary["stopped"]:
@@ -145,20 +131,21 @@ def compared(config: Train, folder: Path) -> dict[str, Path]:
     return {"1 rank": folder}
 
 
-def under_torchrun(config: Train, began: float | None = None) -> int:
+def under_torchrun(config: Train) -> int:
     """One rank among those that torchrun started; the first rank that fails tells torchrun why, the others a line."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     rank = torchrun.rank()
     try:
+        began = time.time()
         config = resolved(config, int(os.environ["WORLD_SIZE"]))
         if config.dry_run:
             return foresee(config) if rank == 0 else 0
         torchrun.join(config.device, config.cluster.timeout)
-        folder, started_at = shared(config, began or time.time())
+        folder = shared(config)
         if rank == 0:
             announce(config, folder)
-        summary = record(work)(config, str(folder), started_at)
+        summary = record(work)(config, str(folder), began)
         if rank == 0:
             finish(config, folder, {plural(dist.get_world_size()): folder}, summary or {})
         dist.barrier()
@@ -221,50 +208,31 @@ def new_folder(config: Train) -> Path:
     """The folder of this run: that of its name, or a new one named after the time; never another run's."""
     name = config.run or torchrun.run_name()
     if name is None and config.resume == "auto":
-        runs = sorted(path.name for path in Path(config.folder).glob("*") if checkpoints_of(path))
-        there = f"; {config.folder} has {', '.join(runs[-3:])}" if runs else ""
-        raise ValueError(f"resume=auto goes on with a run by its name, and none was given; use run=NAME{there}")
+        raise ValueError("resume=auto goes on with a run by its name, and none was given; use run=NAME")
     name = name or time.strftime("%Y%m%d-%H%M%S")
     folder, again = Path(config.folder) / name, 1
     while config.run is None and not torchrun.started() and folder.exists():
         folder, again = Path(config.folder) / f"{name}-{again}", again + 1
-    log, own, resume = folder / "metrics.jsonl", folder / "checkpoints", config.resume
-    goes_on = resume is not None and (resume == "auto" or Path(resume).absolute().parent == own.absolute())
+    log = folder / "metrics.jsonl"
     taken = (log.is_file() and log.stat().st_size) or checkpoints_of(folder)
-    if taken and not goes_on and torchrun.attempt() == 0:
+    if taken and config.resume != "auto" and torchrun.attempt() == 0:
         raise ValueError(f"{folder} holds a run; use resume=auto to go on, or another run=NAME")
     return folder
 
 
-def ended(config: Train, folder: Path) -> bool:
-    """Whether resume=auto finds a finished run of this very configuration, which saves no checkpoints."""
-    about, log = folder / "config.json", folder / "metrics.jsonl"
-    if config.resume != "auto" or config.save_every or not (about.is_file() and log.is_file()):
-        return False
-    try:
-        saved = {**json.loads(about.read_text())["config"], "resume": "auto"}
-    except (ValueError, KeyError, TypeError):  # torn: it is written anew
-        return False
-    return saved == dataclasses.asdict(config) and any(row["step"] == config.steps for row in metrics.read(log))
-
-
-def shared(config: Train, began: float) -> tuple[Path, float]:
-    """Rank 0's choice of folder, and when its first attempt began, on every rank.
-
-    What it refuses, later attempts refuse too.
-    """
-    choice: dict[str, Any] = {"folder": "", "problem": "", "started_at": began}
+def shared(config: Train) -> Path:
+    """Rank 0's choice of folder on every rank. What it refuses, later attempts refuse too."""
+    folder = problem = ""
     if dist.get_rank() == 0:
-        refused, notes = "refused", torchrun.notes()
-        choice["started_at"] = float(notes.compare_set("started_at", "", str(began)))
+        notes = torchrun.notes()
         try:
-            choice["problem"] = notes.get(refused).decode() if notes.check([refused]) else ""
-            choice["folder"] = str(new_folder(config))
+            problem = notes.get("refused").decode() if notes.check(["refused"]) else ""
+            folder = str(new_folder(config))
         except ValueError as error:
-            choice["problem"] = str(error)
-            notes.set(refused, str(error))
+            problem = str(error)
+            notes.set("refused", problem)
     with lost.missing_named("before the training"):
-        choice = messages.gather(choice)[0]
-    if choice["problem"]:
-        raise ValueError(choice["problem"])
-    return Path(choice["folder"]), choice["started_at"]
+        folder, problem = messages.gather([folder, problem])[0]
+    if problem:
+        raise ValueError(problem)
+    return Path(folder)

@@ -98,11 +98,11 @@ def listener(host: str) -> socket.socket:
     return socket.create_server((host if on_loopback(host) else "", 0), family=family)
 
 
-def store(host: str, port: int, ranks: int, timeout: timedelta, listens: socket.socket | None) -> Any:
-    """The meeting place's store. The rank that is given a socket serves it there; torch alone takes all interfaces."""
+def store(host: str, port: int, timeout: timedelta, listens: socket.socket | None = None) -> Any:
+    """The meeting place's store. Who is given a socket serves it there; torch alone takes all interfaces."""
     descriptor = None if listens is None else listens.detach()
     return dist.TCPStore(
-        host, port, ranks, descriptor is not None, timeout, wait_for_workers=False, master_listen_fd=descriptor
+        host, port, None, descriptor is not None, timeout, wait_for_workers=False, master_listen_fd=descriptor
     )
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import json
 import math
@@ -27,7 +26,7 @@ from ringattn.conf.schema import Train
 from ringattn.launch import bench
 from ringattn.launch.processes import CLOSED
 from ringattn.launch.train import data, estimate, metrics, model, parallelize, torchrun
-from ringattn.launch.train.checkpoint import Checkpoints, about, load, newest, resumed_from, set_aside
+from ringattn.launch.train.checkpoint import Checkpoints, about, load, newest, numbered
 from ringattn.launch.train.torchrun import Stop
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.batch import IGNORED, local_batch
@@ -64,8 +63,7 @@ def work(
 ) -> dict[str, Any]:
     """One rank's whole run; the process group is ready. Returns the figures of the summary.
 
-    `started_at` is the same in all attempts of a run, on all ranks; `should_stop`: another way to stop, beside
-    SIGTERM.
+    `started_at` is when it began, for its summary; `should_stop`: another way to stop, beside SIGTERM.
     """
     stop = Stop(config.cluster.timeout, should_stop)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
@@ -75,10 +73,7 @@ def work(
     rank0 = dist.get_rank() == 0
     with contextlib.closing(save_config(job)) if rank0 else contextlib.nullcontext():
         stopped = train(job, stop)
-    if config.snapshot and device.type == "cuda" and rank0:
-        with metrics.writing(job.folder / "memory.pickle"):
-            torch.cuda.memory._dump_snapshot(str(job.folder / "memory.pickle"))
-    return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.samples.corpus), **job.seconds}
+    return {"stopped": stopped, "step": job.step, **job.seconds}
 
 
 def train(job: Job, stop: Stop) -> bool:
@@ -136,8 +131,6 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
     norms = [p for p in decoder.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=device.type == "cuda")
-    if config.snapshot and device.type == "cuda":
-        torch.cuda.memory._record_memory_history()
     return Job(config, folder, device, plan, meshes.axis(mesh, "data"), samples, decoder, optimizer, started_at)
 
 
@@ -153,7 +146,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop
     """Steps until the last one, or until a rank gets a request to stop; returns whether one did."""
     config, memory = job.config, metrics.Memory(job.device)
     peak = metrics.peak_flops(job.device) * dist.get_world_size()
-    bar = metrics.Bar(config.steps, config.log_every, device=config.device) if log else None
+    progress = metrics.Progress(config.steps, config.log_every, device=config.device) if log else None
     memory.reset()
     with profiler(job) as trace:
         while job.step < config.steps:
@@ -167,7 +160,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop
                     checkpoints.copy(job.decoder, job.optimizer)  # only so that no step waits for the memory
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
-            if log and bar and (job.step % (config.log_every or 1) == 0 or job.step == config.steps):
+            if log and progress and (job.step % (config.log_every or 1) == 0 or job.step == config.steps):
                 row = {
                     "kind": "step", "step": job.step, "loss": loss, "norm": norm,
                     "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,
@@ -175,10 +168,10 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop
                     "mfu": estimate.step_flops(job, job.step - 1) / seconds / peak, "memory_mib": memory.peak() / MIB,
                 }  # fmt: skip
                 log.write(row)
-                bar.show(job.step, row)
+                progress.show(job.step, row)
             if trace:
                 trace.step()
-            checkpoints.poll()
+            checkpoints.finish(wait=False)
             stopping = stop.agreed()
             if config.keep and (stopping or due(config, job.step)):
                 save(job, checkpoints, log)
@@ -186,8 +179,8 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop
                 break
             if config.eval_every and job.step % config.eval_every == 0 and job.step < config.steps:
                 evaluate(job, log)
-    if bar:
-        bar.close()
+    if progress:
+        progress.close()
     return job.step < config.steps
 
 
@@ -289,18 +282,20 @@ def probe_memory(job: Job, log: metrics.Log | None) -> None:
 
 
 def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
-    """Save a checkpoint with the number of sequences so far, and log how long training waited."""
+    """Save a checkpoint, and log how long training waited."""
     begin = time.perf_counter()
-    seen = {"sequences": job.step * job.a_step, "steps": job.config.steps, "started_at": job.started_at}
-    checkpoints.save(job.step, job.decoder, job.optimizer, {**about(job.config, job.samples.corpus), **seen})
+    state = {**about(job.config, job.samples.corpus), "steps": job.config.steps}
+    checkpoints.save(job.step, job.decoder, job.optimizer, state)
     if log:
         log.write({"kind": "save", "step": job.step, "seconds": time.perf_counter() - begin})
 
 
 def resume(job: Job, checkpoints: Checkpoints) -> None:
-    """Go on where a checkpoint ended: the weights, the moments, and the next sequence of the data."""
-    begin, steps = resumed_from(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
-    path = newest(begin, checkpoints.group)
+    """Go on where a checkpoint ended: the run's own newest, or where it has none, the one that was named."""
+    named, steps = job.config.resume, job.config.steps
+    path = newest(
+        numbered(checkpoints.folder) or ([Path(named)] if named not in (None, "auto") else []), checkpoints.group
+    )
     if path is None:
         return
     state = load(path, job.decoder, job.optimizer, about(job.config, job.samples.corpus))
@@ -308,25 +303,19 @@ def resume(job: Job, checkpoints: Checkpoints) -> None:
     if dist.get_rank() == 0:
         at = f"already at step {job.step} of {steps}:" if job.step >= steps else f"goes on after step {job.step} from"
         metrics.echo(f"{at} {path}")
-        if newer := set_aside(checkpoints.folder, path):
-            metrics.echo(f"set aside what is newer, as NAME.aside: {', '.join(p.name for p in newer)}")
-        if job.step < steps != state.get("steps", steps):
+        if job.step < steps != state["steps"]:
             metrics.echo(f"steps was {state['steps']} before: the rate now falls to its end at {steps}")
 
 
 def profiler(job: Job) -> Any:
-    """A trace of steps 2 to 4 of rank 0 and its sums, if requested; otherwise None."""
+    """A trace of steps 2 to 4 of rank 0, if requested; otherwise None."""
     if not job.config.profile or dist.get_rank() != 0:
         return contextlib.nullcontext()
     from torch.profiler import profile, schedule
 
-    def keep(p: Any) -> None:
-        p.export_chrome_trace(str(job.folder / "trace.json"))
-        where = f"self_{job.device.type}_time_total"
-        with metrics.writing(job.folder / "profile.txt"):
-            (job.folder / "profile.txt").write_text(p.key_averages().table(sort_by=where, row_limit=40))
-
-    return profile(schedule=schedule(wait=1, warmup=0, active=3, repeat=1), on_trace_ready=keep)
+    trace = str(job.folder / "trace.json")
+    when = schedule(wait=1, warmup=0, active=3, repeat=1)
+    return profile(schedule=when, on_trace_ready=lambda p: p.export_chrome_trace(trace))
 
 
 def save_config(job: Job) -> TextIO:
@@ -334,17 +323,6 @@ def save_config(job: Job) -> TextIO:
 
     No other run can use the folder while the returned file is open.
     """
-    checkpoints = job.folder / "checkpoints"
-    try:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        if checkpoints.exists():  # an error now, not when the first of them is due
-            checkpoints.mkdir(exist_ok=True)
-            if not os.access(checkpoints, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), checkpoints)
-        file = (job.folder / "config.json").open("a")
-    except OSError as error:
-        why = f"{error.filename} cannot be written to ({error.strerror}); use folder=PATH, a place to write to"
-        raise type(error)(why) from None  # its type decides whether another attempt may succeed
     about = {
         "config": dataclasses.asdict(job.config),
         "plan": str(job.plan),
@@ -352,13 +330,19 @@ def save_config(job: Job) -> TextIO:
         "python": platform.python_version(),
         **bench.stamp(),
     }
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another run is writing to {job.folder}; wait for its end, or use another run=NAME") from None
-    except OSError:  # this file system knows no locks
-        pass
-    with metrics.writing(file.name):
+    with metrics.writing(job.folder / "config.json"):
+        job.folder.mkdir(parents=True, exist_ok=True)
+        if job.config.save_every:  # an error now, not when the first of them is due
+            (job.folder / "checkpoints").mkdir(exist_ok=True)
+        file = (job.folder / "config.json").open("a")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another run is writing to {job.folder}; wait for its end, or use another run=NAME"
+            ) from None
+        except OSError:  # this file system knows no locks
+            pass
         file.truncate(0)
         file.write(json.dumps(about, indent=1))
         file.flush()
