@@ -15,12 +15,15 @@ from ringattn.launch.rows import read
 from ringattn.layouts.layout import Layout
 from ringattn.masks.spec import AttentionSpec
 from ringattn.plans.candidates import Asked, compared, problem_of, rates_of
+from ringattn.plans.cost import seen_pairs
+from ringattn.plans.course import OfTable, OfWholeBlocks, sources
 from ringattn.plans.machine import Link, load
 from ringattn.plans.plan import Plan
-from ringattn.plans.predict import Spread
 from ringattn.plans.sharing import on_links
-from ringattn.plans.simulation import Whole, play, steps_of
+from ringattn.plans.simulation import play
 from ringattn.plans.transport import Transport
+from ringattn.steps.reads import whole_blocks
+from ringattn.steps.table import build
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "hosts-cpu.jsonl"
 
@@ -86,12 +89,18 @@ def test_ranks_share_cores_only_while_they_compute():
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(("hosts", "together", "causal"), [(1, 3, False), (2, 2, False), (8, 1, False), (4, 1, True)])
-def test_steps_of_a_large_ring_are_those_of_a_small_one_that_reads_whole_blocks(hosts, together, causal, layout):
-    tokens = Layout(layout, 1024, 8, 2)
-    spread = Spread(tokens, tokens, hosts, 4, AttentionSpec(causal=causal), None)
-    for large, small in zip(Whole(spread, together), steps_of(spread, together), strict=True):
-        for name in ("pairs", "sender", "reader", "passed", *(() if causal else ("near", "far"))):
-            assert np.array_equal(getattr(large, name), getattr(small, name)), (name, large, small)
+def test_steps_of_a_large_ring_are_those_of_a_table_of_whole_blocks(hosts, together, causal, layout):
+    tokens, spec = Layout(layout, 1024, 8, 2), AttentionSpec(causal=causal)
+    pairs = seen_pairs(tokens, tokens, spec)
+    table = build(whole_blocks(pairs > 0, tokens.shard_len), hosts, together)
+    at = np.take_along_axis(pairs, sources(np.arange(8), 8, hosts), 1).T
+    large = OfWholeBlocks(8, hosts, tokens.shard_len, np.arange(8), at, together)
+    small = OfTable(table, pairs)
+    assert large.count == small.count and (large.first == small.first).all()
+    for s in range(large.count):
+        each = [(*x.met(s, s + 1), *(() if causal else (x.hops(s, s + 1), x.homes(s, s + 1)))) for x in (large, small)]
+        for one, two in zip(*each, strict=True):  # causal tables leave out hops that nobody needs
+            assert sorted(np.array(one).T.tolist()) == sorted(np.array(two).T.tolist()), s
 
 
 def test_gradients_return_by_the_link_of_the_rank_that_computed_them():
@@ -102,14 +111,6 @@ def test_gradients_return_by_the_link_of_the_rank_that_computed_them():
     assert both.finish[0, 0] > both.finish[1, 0]  # gradients arrive where keys came from
     sent = forward.steps[0].max()
     assert both.seconds - forward.seconds > 1.8 * sent  # keys again, then gradients
-
-
-def test_gather_waits_for_the_blocks_of_all_others():
-    asked = given(load("h200").replace(inside=Link(1e8, 0.0)), 4, 2**14, "gather", sizes=[(4, 1)])
-    option = compared(asked)[0]
-    run = played(asked, option, backward=False)
-    link = option.plan.machine.inside.transfer(3 * 2**14 / 4 * 8 * 128 * 2 * 2, 4)
-    assert run.seconds == pytest.approx(link, rel=0.02)
 
 
 def test_exchanges_wait_for_what_links_carry():

@@ -344,7 +344,7 @@ def test_the_last_query_of_a_sequence_is_in_its_schedule():
 def test_a_step_brings_what_can_hide_behind_the_work_before_it():
     def sizes(length: int, together: int) -> list[int]:
         """How many blocks each step brings, of each of which one token is read."""
-        within = grouped(np.ones((31, 31), int), 1, length, together)[0, 0]
+        within = grouped(lambda distance: np.ones((1, 1, 31), int), 31, length, together)[0, 0]
         assert within.tolist() == sorted(within)
         return np.bincount(within)[1:].tolist()
 

@@ -1,9 +1,9 @@
 """What a plan computes and moves: pairs, bytes, groups of heads. Plain Python and numpy; predict.py has the times."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -43,24 +43,6 @@ class Shape:
         """The bytes that a block moves in backward: keys and values, and their gradients of `grads` bytes a number."""
         block = self.kv_bytes(self.key_len // ring, kv_heads_of_a_rank(self.kv_heads, ulysses))
         return block + block // self.itemsize * grads
-
-
-@dataclass(frozen=True)
-class Course:
-    """[rank, step] of some ranks of a ring: the pairs of each step, and the tokens of keys that arrive before it."""
-
-    ranks: np.ndarray
-    pairs: np.ndarray
-    near: np.ndarray  # tokens within a host
-    far: np.ndarray  # tokens between hosts
-    sender: np.ndarray  # the rank from which a step's first block comes
-    passed: np.ndarray  # whether it is passed on from step to step
-    count: Callable[[], tuple[np.ndarray, np.ndarray]]  # of `held`, which only memory asks for
-
-    @cached_property
-    def held(self) -> tuple[np.ndarray, np.ndarray]:
-        """Queries from the first to the last that sees some keys, and tokens of the own block that others read."""
-        return self.count()
 
 
 def seen_pairs(

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.plans.cost import Course, Shape, heads_of_group, kv_heads_of_a_rank
+from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank
+from ringattn.plans.course import EXACT, Course
 from ringattn.plans.plan import Plan
 from ringattn.plans.recipe import LONG, are_kept, backward_order
 
@@ -67,10 +68,10 @@ class Live:
 
 
 class Parts:
-    """A gradient in parts, as `ringattn.kernels.total.Total`; `whole` are the bytes of their sum."""
+    """One or two gradients in parts, as `ringattn.kernels.total.Total`; `whole` are the bytes of their sum."""
 
-    def __init__(self, live: Live, whole: Any):
-        self.live, self.whole = live, whole
+    def __init__(self, live: Live, whole: Any, tensors: int = 2):
+        self.live, self.whole, self.tensors = live, whole, tensors
         self.nbytes = self.summed = 0 * live.now
 
     def add(self, nbytes: Any, summed: bool = False) -> None:
@@ -78,12 +79,16 @@ class Parts:
         self.summed = self.summed + summed * (self.nbytes == 0) * (nbytes > 0)
         self.nbytes = self.nbytes + nbytes
 
-    def fold(self) -> None:
+    def fold(self, of: Any = True) -> None:
         """Parts of more than 1.5 times the sum are added up."""
-        over = 2 * self.nbytes > 3 * self.whole
-        self.live.take(over * (self.summed == 0) * self.whole)
-        self.live.free(over * (self.nbytes - self.whole * (self.summed > 0)))
-        self.nbytes, self.summed = np.where(over, self.whole, self.nbytes), np.maximum(self.summed, over)
+        self.total(of & (2 * self.nbytes > 3 * self.whole))
+
+    def total(self, of: Any = True) -> None:
+        """All parts are added up, `of` these ranks: into the first one, if it is a sum."""
+        for _ in range(self.tensors):
+            self.live.take(of * (self.summed == 0) * self.whole / self.tensors)
+            self.live.free(of * (self.nbytes - self.whole * (self.summed > 0)) / self.tensors)
+        self.nbytes, self.summed = np.where(of, self.whole, self.nbytes), np.maximum(self.summed, of)
 
 
 def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, narrow: bool, mostly_own: bool) -> float:
@@ -105,7 +110,7 @@ def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, nar
     lse = local * batch * shape.heads * (4 if item == 2 else 8)
     if plan.ulysses > 1:  # what entered is kept
         given += groups * n * (each.q + each.out) + (1 if shared else groups) * keys * each.kv
-    live = Live(np.full(len(steps.ranks), float(given + lse)))
+    live = Live(np.full(len(steps.readers), float(given + lse)))
     if plan.strategy == "gather" and plan.ring > 1:
         gathered(live, plan, each, groups)
     elif plan.ulysses > 1:
@@ -121,7 +126,7 @@ def bound(plan: Plan, shape: Shape, steps: Course) -> float:
     A library may hold keys, and their gradients, for every query head.
     """
     keys, kv_heads = plan.keys.tokens.shard_len, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
-    keys = keys * plan.ring if plan.strategy == "gather" else keys + int((steps.near + steps.far).max())
+    keys = keys * plan.ring if plan.strategy == "gather" else keys + int((steps.received).max())
     repeated = shape.kv_bytes(keys, shape.heads // plan.ulysses)
     return 8.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads)) + 3.0 * repeated
 
@@ -132,30 +137,36 @@ def prepared(each: Sizes, n: int) -> float:
 
 
 def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
-    """Backward of one group of heads over a ring, round by round."""
+    """Backward of one group of heads over a ring, phase by phase, as `ringattn.torch.attention.ring` carries it out."""
     n, keys = plan.tokens.shard_len, plan.keys.tokens.shard_len
     live.take(prepared(each, n))
-    if len(steps.passed) == 1:  # nothing travels, and nothing is added to the gradients
+    if steps.steps.count == 1:  # nothing travels, and nothing is added to the gradients
         live.take(n * each.q + keys * each.kv + each.beside(n, keys))
         return
-    arriving = steps.near + steps.far
     if keeps(plan, each, steps):
-        live.take(arriving[:, 1] * each.kv)
-    dq, own = Parts(live, n * each.q * each.exact), Parts(live, keys * each.kv * each.exact)
-    first = [*np.flatnonzero(steps.passed).tolist(), len(steps.passed)]
-    of_round(live, plan, each, steps, range(first[0]), dq, own, np.full(len(steps.ranks), keys))
-    held: Any = 0.0  # of another rank
-    coming: Any = 0.0  # sums of its gradients
-    for begin, end in [(first[i], first[i + 1]) for i in telling(arriving[:, first[:-1]].max(0, initial=0))]:
-        room = live.take(arriving[:, begin] * each.kv)
-        live.free(held)
-        held, totals = room, Parts(live, room * each.exact)
-        of_round(live, plan, each, steps, range(begin, end), dq, totals, arriving[:, begin])
-        totals.add(coming)
-        live.take((totals.summed == 0) * totals.whole)  # their sum goes on
-        live.free(totals.nbytes - totals.whole * (totals.summed > 0))
-        coming = live.take(totals.whole) if end < first[-1] else 0.0
-        live.free(totals.whole)
+        live.take(steps.received[:, 1] * each.kv)
+    dq, own = Parts(live, n * each.q * each.exact, 1), Parts(live, keys * each.kv * each.exact)
+    ends = [*steps.first[1:].tolist(), steps.steps.count]
+    held = np.full(len(steps.readers), keys)
+    sums, room, nothing = own, 0 * live.now, 0 * live.now  # of the block that is held: gradients; keys of another rank
+    sent = passed_on = gone_home = nothing  # sums that are sent; room for those that come with a block, and come home
+    for p in largest(held_tokens := steps.received[:, steps.first]):
+        last = p + 1 == len(ends)
+        onward = nothing if last else live.take(held_tokens[:, p + 1] * each.kv)
+        of_phase(live, plan, each, steps, range(steps.first[p], ends[p]), dq, sums, held)
+        if p:
+            sums.add(passed_on)
+            sums.total()
+            passed_on = nothing if last else live.take(held_tokens[:, p + 1] * each.kv * each.exact)
+            own.add(gone_home)
+            gone_home = live.take(steps.returned[:, p] * each.kv * each.exact)
+            live.free(sent)
+            sent = sums.nbytes
+        live.free(room)
+        room, held = onward, nothing if last else held_tokens[:, p + 1]
+        sums = Parts(live, held * each.kv * each.exact)
+    live.free(sent)
+    own.add(gone_home)
     for nbytes, parts, share in ((n * each.q, dq, 1.0), (keys * each.kv / 2, own, 0.5), (keys * each.kv / 2, own, 0.5)):
         live.take(nbytes)  # in the dtype of the inputs, one after the other
         live.free(parts.nbytes * share)
@@ -163,68 +174,67 @@ def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
 
 def keeps(plan: Plan, each: Sizes, steps: Course) -> bool:
     """Whether the keys that arrive are here since forward: `Recipe.keeps`."""
-    two = len(steps.passed) == 2 and not steps.passed.any()
+    two = len(steps.hops) == 2 and not steps.hops.any()
     if not (two and each.mostly_own and each.kernel == "fa4"):
         return False
-    return are_kept(plan.tokens.shard_len, int((steps.near + steps.far)[:, 1].max()))
+    return are_kept(plan.tokens.shard_len, int((steps.received)[:, 1].max()))
 
 
-def telling(sizes: np.ndarray) -> list[int]:
-    """Of steps or rounds that bring so much: the first, the last, and those about the largest; the rest is as they."""
-    count = len(sizes)
-    if count <= 7:
+def largest(sizes: np.ndarray) -> list[int]:
+    """Of very many steps or phases [rank, number] of these sizes: the first, the last, and those about the largest."""
+    count = sizes.shape[1]
+    if count <= EXACT:
         return list(range(count))
-    largest = int(sizes.argmax())
-    return sorted({0, 1, count - 2, count - 1} | ({largest - 1, largest, largest + 1} & set(range(count))))
+    most = int(sizes.max(0).argmax())
+    return sorted({0, 1, count - 2, count - 1} | ({most - 1, most, most + 1} & set(range(count))))
 
 
-def of_round(
-    live: Live, plan: Plan, each: Sizes, steps: Course, which: range, dq: Parts, own: Parts, held: np.ndarray
-) -> None:  # fmt: skip
+def of_phase(
+    live: Live, plan: Plan, each: Sizes, steps: Course, which: range, dq: Parts, sums: Parts, held: np.ndarray
+) -> None:
     """The steps while a block of `held` tokens is here, whose first is of that block; in the order of backward."""
-    n, brought = plan.tokens.shard_len, steps.near + steps.far
-    home, others = which[0], [*which[1:]]
-    others = [others[i] for i in telling(brought[:, others].max(0, initial=0))]
-    here_before = keeps(plan, each, steps)
-    order = backward_order(home, others, each.own, each.halves and n >= LONG and not here_before)
+    n, received = plan.tokens.shard_len, steps.received
+    kept = keeps(plan, each, steps)
+    others = [which[1 + i] for i in largest(received[:, which[1:]])]
+    order = backward_order(which[0], others, each.own, each.halves and n >= LONG and not kept)
     halved = len(order) > len(others) + 1
+    nothing, copied = 0 * live.now, each.travel != (each.exact if each.own else 1.0)  # to travel in another dtype
 
-    def room(s: int) -> Any:
-        return live.take(brought[:, s] * each.kv * (s != home and not here_before))
+    def keys_of(s: int) -> Any:
+        return live.take(received[:, s] * each.kv * (s != which[0] and not kept))
 
-    flying: Any = 0.0  # gradients on their way from here
-    arriving: Any = 0.0  # and to here
-    here = room(order[0])
-    for s, following in zip(order, [*order[1:], home], strict=True):
+    def settle(some: Any) -> None:
+        """Gradients of these ranks that travelled are here: those of the readers are parts of the sums."""
+        nonlocal leaving, arriving
+        sums.add(arriving * some)
+        sums.fold(some)
+        live.free(leaving * some)
+        leaving, arriving = leaving * ~some, arriving * ~some
+
+    leaving = arriving = nothing
+    current = keys_of(order[0])
+    for s, following in zip(order, [*order[1:], which[0]], strict=True):
+        remote = keys_of(following)
         if each.own:
-            live.free(flying)
-            own.add(arriving)
-            own.fold()
-            flying = arriving = 0.0
-        coming = room(following)
-        work = (steps.pairs[:, s] > 0) * (0.5 if halved and s == home else 1.0)
-        tokens = work * (held if s == home else brought[:, s])
-        made = computed(live, each, steps, s, work * steps.held[0][:, s], tokens, n, dq, here_before)
-        shown = steps.held[1][:, s]
-        travels = (s != home) * (brought[:, s] + shown > 0)
-        if np.any(travels):
-            live.free(flying)
-            own.add(arriving)
-            own.fold()
-            arriving = live.take(shown * each.kv * each.travel)
-            if each.own and each.exact != each.travel:  # copies in the dtype in which they travel
-                live.take(tokens * each.kv * each.travel)
-                live.free(made)
-                made = tokens * each.kv * each.travel
-            flying = made * travels
-        own.add(made * ~np.asarray(travels, bool), summed=each.own)
+            settle(steps.steps.taken[:, s])
+        local = s == which[0]
+        work = (steps.pairs[:, s] > 0) * (0.5 if halved and local else 1.0)
+        tokens = work * (held if local else received[:, s])
+        made = computed(live, each, steps, s, work * steps.queries[:, s], tokens, n, dq, kept)
+        if local:
+            sums.add(made, summed=each.own)
+        else:
+            settle(received[:, s] + steps.sent[:, s] > 0)
+            arriving = arriving + live.take(steps.sent[:, s] * each.kv * each.travel)
+            leaving = leaving + (live.take(tokens * each.kv * each.travel) if copied else made)
         if each.own:
             dq.add(live.take((dq.summed == 0) * work * n * each.q * each.exact), summed=True)
         dq.fold()
-        live.free(here)
-        here = coming
-    live.free(flying)
-    own.add(arriving)
+        live.free(made * (copied and not local))
+        live.free(current)
+        current = remote
+    live.free(leaving)
+    sums.add(arriving)
 
 
 def computed(
@@ -241,7 +251,7 @@ def computed(
         return wide
     few = 2 * steps.pairs[:, s] <= THIN * np.maximum(queries, 1)
     ours = each.kernel == "fa4" and n >= CUT and not once
-    thin = few & (steps.near + steps.far > 0)[:, s] & (queries > 0) & ours
+    thin = few & (steps.received > 0)[:, s] & (queries > 0) & ours
     of_queries = np.where(thin, n * each.q * each.exact, queries * each.q)
     made = np.where(thin, wide, tokens * each.kv)
     live.take(of_queries + made)
@@ -279,7 +289,7 @@ def gathered(live: Live, plan: Plan, each: Sizes, groups: int) -> None:
     every, reorders = keys * ring * each.kv, not plan.keys.tokens.in_order
     own, sums, wide = keys * each.kv * each.exact, every * each.exact, (n * each.q + every) * each.exact
 
-    def came_home() -> None:
+    def returned() -> None:
         for _ in range(2):  # dk, dv
             live.take(own / 2 * (ring + 1))
             live.free(own / 2 * ring)
@@ -301,6 +311,6 @@ def gathered(live: Live, plan: Plan, each: Sizes, groups: int) -> None:
             live.take(reorders * sums / 2 + own / 2 * (ring - 1))
         live.free(reorders * sums)
         if g:
-            came_home()
+            returned()
     live.free(every)
-    came_home()
+    returned()

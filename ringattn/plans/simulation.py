@@ -8,10 +8,9 @@ ring have 268 million steps, forward and again backward.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from html import escape
-from itertools import chain, pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -19,11 +18,13 @@ import numpy as np
 
 from ringattn.masks.bands import work_of
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.plans.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
+from ringattn.plans.cost import Shape, kv_heads_of_a_rank, replicas
+from ringattn.plans.course import Ring, Steps, steps_of
 from ringattn.plans.machine import Link, Machine
 from ringattn.plans.plan import Plan
-from ringattn.plans.predict import BACKWARD, EXACT, MEASURED, Rates, Spread, across, behind, course, growing
+from ringattn.plans.predict import BACKWARD, MEASURED, Rates, across
 from ringattn.plans.sharing import ALONE, LONG, Clock, on_links
+from ringattn.steps.table import Transfers
 
 SLOW = re.compile(r"(rank|host)(\d+):(\d+\.?\d*|\.\d+)")
 MOST = 16384  # ranks of a ring: it takes a minute, and a gigabyte of pairs
@@ -82,71 +83,10 @@ class Played:
         return self.worked / self.seconds
 
 
-class Wave(NamedTuple):
-    """[rank]: the pairs that the ranks of a ring see in a step, and the tokens of keys that come to them before it."""
-
-    pairs: np.ndarray
-    near: np.ndarray  # tokens within a host
-    far: np.ndarray  # tokens between hosts
-    sender: np.ndarray  # the rank from which the first block comes
-    reader: np.ndarray  # the rank whose sender this is
-    passed: bool  # whether the block is passed on from step to step
-
-
-class Whole:
-    """The steps of a large ring, whose blocks travel whole: made one by one, since all of them take gigabytes."""
-
-    def __init__(self, spread: Spread, together: int):
-        queries, keys, hosts = spread.queries, spread.keys, spread.hosts
-        self.length, ring, self.size = keys.shard_len, queries.ring, queries.ring // hosts
-        rank = np.arange(ring)
-        host, place = np.divmod(rank, self.size)
-        first, home = host * self.size, rank * queries.ulysses // spread.gpus
-        o, d = (x.ravel() for x in np.mgrid[:hosts, : self.size])  # distances between hosts, and within one
-        self.pairs = np.empty((ring, ring), np.min_scalar_type(queries.shard_len * keys.shard_len))  # [distance, rank]
-        for some in np.array_split(rank, -(-ring // 64)):
-            source = behind(host[some, None], o, hosts) * self.size + behind(place[some, None], d, self.size)
-            pairs = seen_pairs(queries, keys, spread.spec, spread.docs, some)
-            self.pairs[:, some[0] : some[-1] + 1] = np.take_along_axis(pairs, source, 1).T
-        met = self.pairs.any(1).reshape(hosts, self.size)
-        self.rounds = [0, *(np.flatnonzero(met[1:].any(1)) + 1).tolist()]
-        distances = (np.flatnonzero(met[:, 1:].any(0)) + 1).tolist()
-        self.visits = [[0], *growing(distances, self.pairs[: self.size] > 0, 1, together)]
-
-        @lru_cache(maxsize=64)
-        def way(hop: int, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            """Sender, reader, and whether another host's: of the rank so far behind, or at a distance on a host."""
-            if d:
-                sender, reader = (first + behind(place, x, self.size) for x in (d, self.size - d))
-            else:
-                sender, reader = (behind(rank, x, ring) for x in (hop, ring - hop))
-            return sender, reader, home != home[sender]
-
-        self.way = way
-
-    def __iter__(self) -> Iterator[Wave]:
-        for before, o in pairwise([0, *self.rounds]):
-            for visit in self.visits:
-                yield self.step(o, (o - before) * self.size, visit)
-
-    def step(self, o: int, hop: int, visit: list[int]) -> Wave:
-        cells = []
-        for d in visit:
-            seen, (*_, remote) = self.pairs[o * self.size + d], self.way(hop, d)
-            tokens = self.length * (seen > 0 if d else o > 0)
-            cells.append((seen.astype(float), tokens * ~remote, tokens * remote))
-        pairs, near, far = (reduce(np.add, each) for each in zip(*cells, strict=True))
-        return Wave(pairs, near, far, *self.way(hop, visit[0])[:2], o > 0 and visit[0] == 0)
-
-
 @lru_cache(maxsize=1)
-def steps_of(spread: Spread, together: int) -> Iterable[Wave]:
-    """What all ranks of a ring do, step by step, each with up to so many blocks."""
-    if spread.queries.ring > EXACT:
-        return Whole(spread, together)
-    x = course(spread, together)
-    columns = (each.T for each in (x.pairs, x.near, x.far, x.sender, np.argsort(x.sender, 0)))
-    return [Wave(*each) for each in zip(*columns, x.passed.tolist(), strict=True)]
+def all_steps(ring: Ring, together: int) -> Steps:
+    """Those of all ranks: of large rings a gigabyte."""
+    return steps_of(ring, together, everyone=True)
 
 
 def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
@@ -191,66 +131,69 @@ class Links:
         return np.where(some, done + self.link.latency, -np.inf)
 
 
+class Traffic:
+    """Transfers of rows of a table by the links of their senders."""
+
+    def __init__(self, world: World):
+        self.world, self.links = world, (Links(world, world.machine.inside), Links(world, world.machine.between))
+
+    def send(self, rows: Transfers, token_bytes: float, ready: np.ndarray) -> np.ndarray:
+        """[ring, ulysses]: when all that a rank receives is there, which leaves when its source is `ready`.
+
+        What a rank sends at a time arrives at a time.
+        """
+        arrived = np.full(ready.shape, -np.inf)
+        if not len(rows.source):
+            return arrived
+        remote, factors = (
+            self.world.host[rows.source] != self.world.host[rows.destination],
+            self.world.vary(ready.shape),
+        )
+        for links, kind in zip(self.links, (~remote, remote), strict=True):
+            if kind.any():
+                some = rows.some(kind)
+                tokens = np.bincount(some.source, some.tokens, len(ready))
+                done = links.send(tokens, token_bytes, ready, factors)
+                np.maximum.at(arrived, some.destination, done[some.source])
+        return arrived
+
+
 def ring_pass(
-    world: World, steps: Iterable[Wave], links: tuple[Links, Links], seconds: Callable[[np.ndarray], np.ndarray],
-    entered: np.ndarray, played: Played, token_bytes: float, returned: float, summed: float,
+    traffic: Traffic, steps: Steps, seconds: Callable[[np.ndarray], np.ndarray], entered: np.ndarray, played: Played,
+    token_bytes: float, returned: float, summed: float,
 ) -> np.ndarray:  # fmt: skip
     """When every rank is done with all steps, which are noted; `seconds` are those of pairs.
 
-    The keys of a round leave their holders as it begins, to the ranks of their hosts and to the next one. `returned`
-    bytes of gradients a token go back after the step, to the holder of the keys. The sums of a block that is passed on,
+    The keys of a phase leave their holders as it begins, to the ranks of their hosts and to the next one. `returned`
+    bytes of gradients a token go back after the step, to the holder of the keys. The sums of a block that hops on,
     `summed` bytes a token, move with it, and home to its owner from the last holder of a token.
     """
-    owner, held = np.arange(len(entered)), np.zeros(len(entered))
-    arrived, since, done, home, sums, coming = (entered,) * 6  # every rank has its own block, `since` when
-    never = np.full(entered.shape, -np.inf)
-
-    def moved(near: np.ndarray, far: np.ndarray, nbytes: float, ready: np.ndarray) -> np.ndarray:
-        """When what each rank sends has arrived."""
-        used = [(kind, n) for kind, n in zip(links, (near, far), strict=True) if n.any()]
-        factors = world.vary(ready.shape) if used else ONE
-        return reduce(np.maximum, [kind.send(n, nbytes, ready, factors) for kind, n in used], never)
-
-    def keys(step: Wave) -> np.ndarray:
-        sizes = step.near[step.reader], step.far[step.reader]
-        return np.maximum(moved(*sizes, token_bytes, since)[step.sender], entered)
-
-    def passed_on(following: Wave | None) -> np.ndarray:
-        """When the sums of the held tokens are at the next holder; those that do not go on go home."""
-        nonlocal home
-        ready, rest, come = np.maximum(np.maximum(sums, coming), done), held, entered
-        if following:
-            near, far = following.near[following.reader], following.far[following.reader]
-            come = moved(near, far, summed, ready)[following.sender]
-            rest = np.maximum(held - near - far, 0)
-        remote = world.host != world.host[owner]
-        sent = moved(rest * ~remote, rest * remote, summed, ready)
-        home = home.copy()
-        home[owner] = np.maximum(home[owner], sent)
-        return come
-
-    for step, following in pairwise(chain(steps, [None])):
-        assert step
+    arrived, since, done, home, sums, passed_on = (entered,) * 6  # every rank has its own block, `since` when
+    starts = {int(first): phase for phase, first in enumerate(steps.first)}
+    ends = [*steps.first[1:].tolist(), steps.count]
+    following = steps.met(0, 1)
+    for s in range(steps.count):
+        (cells, reads), following = following, steps.met(s + 1, s + 2)
         begun = np.maximum(done, arrived)
-        since = begun if step.passed else since
-        done = world.computed(begun, seconds(step.pairs))
+        work = seconds(np.bincount(cells.reader, cells.pairs, len(entered)))
+        done = traffic.world.computed(begun, work)
         played.add(arrived, begun, done)
-        if following:
-            arrived = keys(following)
+        if s in starts:
+            phase, since = starts[s], begun if s else entered
+            hops = steps.hops(ends[phase], ends[phase] + 1)
+            onward = np.maximum(traffic.send(hops, token_bytes, since), entered)
+        last = s + 1 == ends[phase]
+        arrived = onward if last else np.maximum(traffic.send(following[1], token_bytes, since), entered)
         if not returned:
             continue
-        if step.passed:
-            owner, held = owner[step.sender], step.near + step.far
-        else:
-            back = moved(step.near, step.far, returned, done)
-            sums = sums.copy()
-            sums[step.sender] = np.maximum(sums[step.sender], back)
-        if following is None or following.passed:  # the last step with this block
-            if held.any():
-                coming = passed_on(following)
-            else:
-                home = np.maximum(home, sums)
-            sums = entered
+        back = reads._replace(source=reads.destination, destination=reads.source)
+        sums = np.maximum(sums, traffic.send(back, returned, done))
+        if last and not phase:
+            home, sums = np.maximum(home, sums), entered
+        elif last:
+            ready = np.maximum(np.maximum(sums, passed_on), done)
+            passed_on = np.maximum(traffic.send(hops, summed, ready), entered)
+            home, sums = np.maximum(home, traffic.send(steps.homes(s + 1, s + 2), summed, ready)), entered
     return np.maximum(done, home)
 
 
@@ -304,19 +247,19 @@ def play_in(
     ring, ulysses, machine = plan.ring, plan.ulysses, world.machine
     token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
     together = machine.blocks_at_once(token * plan.keys.tokens.shard_len)
-    steps = steps_of(Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs), min(together, ring))
+    steps = all_steps(Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts), min(together, ring))
     here = gcd(ulysses, machine.gpus)
     total = shape.q_bytes(plan.local_len)
     total += shape.kv_bytes(plan.keys.local_len, shape.kv_heads * replicas(shape.kv_heads, ulysses))
     swap = total * (here - 1) / ulysses / 2, total * (ulysses - here) / ulysses / 2  # each of two ways
     rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
     seen = work_of(spec, plan.tokens.length, plan.keys.tokens.length, docs).below(plan.tokens.length)
-    at, links = np.zeros((ring, ulysses)), (Links(world, machine.inside), Links(world, machine.between))
+    at, traffic = np.zeros((ring, ulysses)), Traffic(world)
     grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0
 
     def swapped(at: np.ndarray) -> np.ndarray:
         """When heads are exchanged, behind what a rank's links still carry."""
-        carrying = [link.free for link, n in zip(links, swap, strict=True) if n]
+        carrying = [link.free for link, n in zip(traffic.links, swap, strict=True) if n]
         return exchange(world, *swap, reduce(np.maximum, carrying, at)) if ulysses > 1 else at
 
     for back in (False, True)[: 1 + backward]:
@@ -329,11 +272,12 @@ def play_in(
 
         at = swapped(at)
         if plan.strategy == "gather":
-            work = sum((seconds(step.pairs) for step in steps), np.zeros(ring))
+            each = (steps.met(s, s + 1)[0] for s in range(steps.count))
+            work = sum((seconds(np.bincount(x.reader, x.pairs, ring)) for x in each), np.zeros(ring))
             at = gathered(plan, world, work, token * (1 + grads * back), at, played)
         else:
             wide = token * max(1.0, 4 / shape.itemsize)
-            at = ring_pass(world, steps, links, seconds, at, played, token, token * grads * back, wide * back)
+            at = ring_pass(traffic, steps, seconds, at, played, token, token * grads * back, wide * back)
         at = swapped(at)
     played.finish = at
 

@@ -18,6 +18,7 @@ and go home from its last holder.
 Plain numpy: print it, test it, no device needed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -134,7 +135,12 @@ def build(reads: Reads, hosts: int = 1, together: int = 1) -> Table:
     """The table for what is read; a step brings no rank more tokens than `together` blocks have."""
     ring, length, size = reads.ring, reads.length, reads.ring // hosts
     reader, block, begin, end = reads.reader, reads.block, reads.begin, reads.end
-    within = grouped(reads.tokens, hosts, length, together)
+    host, other, place = np.ogrid[:hosts, :hosts, :size]
+
+    def read(d: int) -> Row:
+        return reads.tokens[host * size + place, (host - other) % hosts * size + (place - d) % size]
+
+    within = grouped(read, size, length, together)
     away = (reader // size - block // size) % hosts
     distances = np.flatnonzero(np.bincount(np.append(away, 0)))
     busy = 1 + within.max(2)[:, distances]
@@ -163,25 +169,23 @@ def build(reads: Reads, hosts: int = 1, together: int = 1) -> Table:
     return Table(ring, hosts, length, distances, first, count, busy, when, within_host, touching(hop), touching(last))
 
 
-def grouped(read: Row, hosts: int, length: int, together: int) -> Row:
+def grouped(read: Callable[[int], Row], size: int, length: int, together: int) -> Row:
     """[host, distance between hosts, distance on the host]: in which step of its phase the latter's blocks are read.
 
-    The held block itself has step 0. Distances share a step while no rank gets more than `together` blocks, or three
-    times as many tokens as were there before, so that computing can hide the transfer.
+    `read` are the tokens that come from a distance on the host: [host, distance between hosts, rank of the host]. The
+    held block itself has step 0. Distances share a step while no rank gets more than `together` blocks, or three times
+    as many tokens as were there before, so that computing can hide the transfer.
     """
-    size = len(read) // hosts
-    host, away, place = np.ogrid[:hosts, :hosts, :size]
-    within = np.zeros((hosts, hosts, size), np.int32)
-    coming = np.zeros((hosts, hosts, size), np.int64)
-    before = coming + length
+    coming = 0 * read(0)
+    before, number = coming + length, np.zeros(coming.shape[:2], np.int32)
+    within = np.zeros((*number.shape, size), np.int32)
     for d in range(1, size):
-        more = read[host * size + place, (host - away) % hosts * size + (place - d) % size]
-        met = more.any(2)
-        full = (coming + more > np.minimum(together * length, 3 * before)).any(2) & coming.any(2)
-        new = met & (full | ~coming.any(2))  # begins a step
-        before = before + coming * (met & full)[..., None]
-        coming = np.where((met & full)[..., None], 0, coming) + more
-        within[..., d] = within.max(2) + new
+        more = read(d)
+        full = (coming + more > np.minimum(together * length, 3 * before)).any(2)
+        new = more.any(2) & (full | (number == 0))  # begins a step
+        before = before + coming * new[..., None]
+        coming = coming * ~new[..., None] + more
+        number = within[..., d] = number + new
     return within
 
 

@@ -94,13 +94,13 @@ def backward(
             sums.settle(last=True)
             if sums is not own:  # add those of the block's last holder, and pass them on
                 sums.add_all(passed_on.wait() or ())
-                whole = sums.tensors()
+                passed_on, whole = NOTHING, sums.tensors()  # frees what arrived before memory for more is allocated
                 passed_on = send_on(axis, whole, phase.onward, f"sums after {label}, backward")
                 own.add_at(landing, gone_home.wait() or ())
                 landing = phase.home.receive if phase.home else ()
                 gone_home = send_on(axis, whole, phase.home, f"sums home after {label}, backward")
             if phase.onward:
-                held = onward.wait() or held
+                held = remote = onward.wait() or held
                 sums = Sums(axis, narrow, score.kernel.fills, *held)
         current, side = remote, beside
     own.add_at(landing, gone_home.wait() or ())
