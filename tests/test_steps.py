@@ -18,6 +18,7 @@ from ringattn.layouts.layout import LAYOUTS, Layout
 from ringattn.masks.bands import all_bands, bounds
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import seen_pairs
+from ringattn.plans.course import Ring, course
 from ringattn.plans.machine import load
 from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.steps.rank import steps_of
@@ -169,6 +170,35 @@ def test_what_travels_is_what_is_seen(name, ring, spec, lengths, times):
             assert (read >= expected).all() and (read <= near).all()
             ranges = reads_ranges(reads, a, b)
             assert sum(map(len, ranges)) == read.sum() and len(ranges) <= GRAINS + len(layout.shard(b)) + 1
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([(1, 2), (1, 5), (1, 64), (2, 1), (2, 6), (2, 32), (4, 3), (4, 16), (8, 1), (8, 4), (8, 8)]),
+    st.sampled_from(["contiguous", "zigzag", "balanced", "striped"]), specs,
+    st.lists(st.integers(0, 900), min_size=1, max_size=9), st.integers(1, 5),
+)  # fmt: skip
+def test_predicted_steps_and_tokens_are_those_that_run(shape, name, spec, lengths, together):
+    """Of every rank: which of its host's steps have work, and how many tokens it receives and sends for each."""
+    (hosts, size), docs = shape, Docs.from_lengths(lengths, pad_to=sum(lengths) + 300)
+    plan = ra.Plan(docs.length, hosts * size, layout=name, docs=docs if name == "balanced" else None)
+    mask = Mask(plan, spec, docs)
+    table, predicted = (
+        table_of(mask, hosts, together),
+        course(Ring(plan.tokens, plan.tokens, spec, docs, hosts), size, together),
+    )
+    for rank in range(plan.ring):
+        run, coming, phase = [], 0, None
+        for step in steps_of(table, reads_of(mask).shards, rank):
+            begins, sent = step.phase is not phase, sum(len(r) for ranges in step.send.values() for r in ranges)
+            received = coming if begins else step.length if step.receive else 0
+            run.append((bool(step.blocks), received, sent))
+            phase = step.phase
+            coming = sum(map(len, phase.onward.receive)) if phase.onward else 0
+        columns = (
+            x[rank][predicted.steps.taken[rank]] for x in (predicted.pairs > 0, predicted.received, predicted.sent)
+        )
+        assert run == list(zip(*(x.tolist() for x in columns), strict=True))
 
 
 def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, int]]]:
