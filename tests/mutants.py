@@ -59,8 +59,8 @@ JAX = tuple(f"test_jax.py::test_equals_dense_float64[all_at_once-ring4x1-{layout
 
 MUTANTS = (
     # who sees whom
-    Mutant("window_one_more", "ringattn/masks/bands.py", "low = (own - min(left, most))",
-           "low = (own - 1 - min(left, most))", BOUNDS),
+    Mutant("window_one_more", "ringattn/masks/bands.py", "((own - begin).clip(min(left, most), None)",
+           "((own - 1 - begin).clip(min(left, most), None)", BOUNDS),
     Mutant("stripe_rounds_down", "ringattn/layouts/layout.py", "(position - r.start + r.step - 1) // r.step",
            "(position - r.start) // r.step", LAYOUTS),
     Mutant("zigzag_unequal_halves", "ringattn/layouts/layout.py", "lcm(BLOCKS.get(self.name, 1), self.ulysses)",
@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant("empty_side_counts", "kernels/partial.py", "xp.zeros_like(part.out), part.out), part.lse)",
            "part.out, part.out), part.lse)", PARTIAL),
     Mutant("sink_gradient_sign", "kernels/partial.py", "astype(-(weight", "astype((weight", RING),
-    Mutant("lse_sign_of_delta", "kernels/partial.py", "delta - dlse_BTH", "delta + dlse_BTH", REFERENCE + RING),
+    Mutant("lse_sign_of_delta", "kernels/rows.py", "else delta - dlse", "else delta + dlse", REFERENCE + RING),
     Mutant("softcap_slope", "kernels/attention/tiled.py", "1 - (torch.where(s == NEVER, 0.0, s) / softcap) ** 2",
            "1 - torch.where(s == NEVER, 0.0, s) / softcap", RING),
     Mutant("dq_without_scale", "kernels/attention/tiled.py", "ungrouped(dq_rows, dq[:, queries]) * scale",
@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant("rounded_at_every_step", "ringattn/torch/attention/steps.py",
            "self.q.dtype if rounded or not self.left else None", "self.q.dtype",
            ("test_attention.py::test_outputs_are_rounded_once_however_many_steps_a_ring_has",)),
-    Mutant("own_gradients_lost", "ringattn/torch/attention/ring.py", "own.add_at(landing, gone_home.wait() or ())",
-           "gone_home.wait()",
+    Mutant("own_gradients_lost", "ringattn/torch/attention/ring.py",
+           "    own.add_at(landing, gone_home.wait() or ())\n    return", "    gone_home.wait()\n    return",
            ("test_attention.py::test_other_ways_to_bring_keys_equal_it_too",)),
     Mutant("stripes_out_of_order", "ringattn/steps/rank.py",
            "range(a, a + len(r) * (b - a), b - a)", "range(a, a + len(r))", OTHER_WAYS),
@@ -150,8 +150,8 @@ MUTANTS = (
     Mutant("rising_pairs", "ringattn/plans/cost.py", "later = count * (count - 1) // 2", "later = 0 * count",
            WORK + NEEDED),
     # JAX
-    Mutant("jax_causal", "ringattn/masks/bands.py", "(own + 1 + ahead).clip(begin, end)",
-           "(own + ahead).clip(begin, end)", JAX),
+    Mutant("jax_causal", "ringattn/masks/bands.py", "((end - 1 - own).clip(min(right, most), None)",
+           "((end - own).clip(min(right, most), None)", JAX),
     Mutant("jax_source", "ringattn/jax/attention/steps.py", "(self.rank - distance) % self.keys.ring",
            "(self.rank + distance) % self.keys.ring", JAX),
     Mutant("jax_gradients_home", "ringattn/plans/spmd.py",
