@@ -52,9 +52,9 @@ def rows_of(
 def row_delta(out: Array, dout: Array, dlse: Array | None = None) -> Array:
     """rowsum(dout * out) - dlse: all that the backward pass needs of out and of the lse's gradient."""
     if is_torch(out) and out.is_cuda and out.itemsize < 8:
-        from ringattn.kernels.attention.triton import backward  # in one pass; triton is part of torch for GPUs
+        from ringattn.kernels.attention.triton.delta import row_delta as in_one_pass  # triton is part of torch for GPUs
 
-        return backward.row_delta(out, dout, dlse)
+        return in_one_pass(out, dout, dlse)
     xp, dtype = namespace(out), accumulator(out)
     delta = xp.sum(astype(dout, dtype) * astype(out, dtype), axis=-1)
     return delta if dlse is None else delta - dlse

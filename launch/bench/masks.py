@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ringattn as ra
-from ringattn.launch.commands.packed import drawn
+from ringattn.launch.packed import drawn
 from ringattn.masks.bands import bounds_at, families
 
 LONG = (65536, 1024, 8192, 2048, 16384, 4096, 1024, 2048, 8192, 4096, 2048, 1024, 8192, 4096, 2048, 1024)

@@ -19,7 +19,7 @@ import numpy as np
 from ringattn import choosing
 from ringattn.choosing import elsewhere, factored
 from ringattn.launch.commands.drawn_mask import drawn
-from ringattn.launch.commands.packed import MIXES, holdings, lengths_of
+from ringattn.launch.packed import MIXES, holdings, lengths_of
 from ringattn.launch.words import option
 from ringattn.masks.bands import families
 from ringattn.masks.spec import AttentionSpec, Docs

@@ -23,7 +23,7 @@ import ringattn as ra
 from ringattn.kernels import rates
 from ringattn.kernels.intervals import Intervals
 from ringattn.launch.bench.timing import elapsed_ms, in_turns
-from ringattn.launch.commands.packed import drawn
+from ringattn.launch.packed import drawn
 from ringattn.launch.words import option
 from ringattn.masks.bands import bounds
 

@@ -1,7 +1,8 @@
 """Flash attention over intervals in Triton, for NVIDIA and AMD GPUs, and for CPUs in Triton's interpreter."""
 
 from ringattn.kernels import Problem
-from ringattn.kernels.attention.triton.backward import attend_backward, flash_backward, prepare, row_delta
+from ringattn.kernels.attention.triton.backward import attend_backward, flash_backward, prepare
+from ringattn.kernels.attention.triton.delta import row_delta
 from ringattn.kernels.attention.triton.forward import attend
 from ringattn.kernels.attention.triton.table import WIDEST
 from ringattn.kernels.protocol import TorchKernel

@@ -150,8 +150,12 @@ class Side:
             self.main.wait_stream(self.stream)
 
 
+MAIN = nullcontext()
+
+
 def on(side: Side | None) -> AbstractContextManager[Any]:
-    return nullcontext() if side is None or side.stream is None else torch.cuda.stream(side.stream)
+    """The side stream, or the stream that is current."""
+    return MAIN if side is None or side.stream is None else torch.cuda.stream(side.stream)
 
 
 @lru_cache
