@@ -1,16 +1,15 @@
 """A configuration from words on the command line, through Hydra: `seq_len=4096 model=small strategy.ulysses=2`.
 
-Hydra composes values and does nothing else here. What it would call by name, callbacks, launchers, sweepers, log
-handlers, is never made, and whatever asks for it is refused: a configuration file chooses values and runs no code.
-Nor does it read the environment: what is there may be secret, and a configuration is printed, saved and logged.
-What is no valid configuration is an error of one sentence, with the nearest valid name.
+Hydra composes values and does nothing else here: what it would call by name (callbacks, launchers, log handlers) never
+is made, so a configuration file chooses values and runs no code. Nor does it read the environment: what is there may be
+secret, and a configuration is printed, saved and logged. What is not valid is an error of one sentence.
 """
 
 import argparse
 import itertools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,20 +18,16 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 from omegaconf.resolvers import oc
-from yaml import AliasToken, MarkedYAMLError, YAMLError, scan
+from yaml import MarkedYAMLError, YAMLError
 
 from ringattn.conf import schema
 from ringattn.conf.keys import expected, nearest, whole
 from ringattn.conf.schema import Train
 
-NOT_HYDRA = "Hydra's own settings cannot be changed here, for they can run code"
 KNOWN = ("--multirun", "--cfg", "--config-dir", "--help")
-
-
-SIZE, ALIASES = 2**18, 16  # of a file: bytes, and places where it repeats a part of itself
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,13 +61,10 @@ def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
     with closed_environment(), hydra.initialize_config_module("ringattn.conf", "train", version_base="1.3"):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
-            tame(given.config_dir)
             axes = [values_of(word, parser, given.multirun) for word in given.words]
             runs = [(words, compose(words, given.config_dir)) for words in itertools.product(*axes)]
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ValueError(explain(error)) from error
-        except KeyError as error:  # env_copy names a variable of the environment
-            raise ValueError(f"hydra.job.env_copy: {NOT_HYDRA}") from error
     names = [config.run for _, config in runs]
     for i, name in enumerate(names):
         if name is not None and names.count(name) > 1:
@@ -80,37 +72,10 @@ def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
     return [(" ".join(w for w in words if w not in given.words), config) for words, config in runs]
 
 
-def tame(folder: Path | None) -> None:
-    """A ValueError for files that would keep Hydra busy: a few aliases of aliases make it compose for minutes."""
-    for path in sorted(folder.rglob("*.yaml")) if folder else []:
-        if path.stat().st_size > SIZE:
-            raise ValueError(f"{path} has {path.stat().st_size:,} bytes; a configuration has at most {SIZE:,}")
-        aliases = 0
-        with suppress(YAMLError):  # of a file that is taken, Hydra says where
-            aliases = sum(isinstance(token, AliasToken) for token in scan(path.read_bytes()))
-        if aliases > ALIASES:
-            raise ValueError(
-                f"{path} has {aliases} YAML aliases (*name), and at most {ALIASES} are taken; write values out"
-            )
-
-
 def compose(words: tuple[str, ...], folder: Path | None) -> Train:
-    """One configuration, checked, of our files and the folder's."""
-
-    def own(composed: DictConfig) -> dict[str, Any]:
-        """Hydra's own settings, except what it notes there about these very words."""
-        settings: Any = OmegaConf.to_container(composed.hydra)
-        settings["job"].pop("override_dirname")
-        return {k: v for k, v in settings.items() if k not in ("overrides", "runtime", "searchpath")}
-
+    """One configuration, checked, of our files and the folder's. Hydra's own settings in it have no effect."""
     own_files = [] if folder is None else [f"hydra.searchpath=[{quoted(f'file://{folder.resolve()}')}]"]
-    result = hydra.compose("config", [*own_files, *words], return_hydra_config=True)
-    usual = own(hydra.compose("config", own_files, return_hydra_config=True))
-    for name, value in own(result).items():
-        if value != usual.get(name):
-            raise ValueError(f"hydra.{name}: {NOT_HYDRA}")
-    del result.hydra
-    return schema.check(OmegaConf.to_object(result))  # type: ignore[arg-type]
+    return schema.check(OmegaConf.to_object(hydra.compose("config", [*own_files, *words])))  # type: ignore[arg-type]
 
 
 def as_yaml(config: Train) -> str:
@@ -122,10 +87,7 @@ def closed_environment() -> Iterator[None]:
     """A context in which neither files nor words get values from the environment, however deep the interpolation."""
 
     def refuse(name: str = "", *default: object) -> None:
-        raise ValueError(
-            f"${{oc.env:{name}}} is refused, because the configuration is printed, saved and logged, and a variable of "
-            f'the environment may be a secret; give the value itself, as KEY="${name}" in the shell'
-        )
+        raise ValueError(f'${{oc.env:{name}}} is refused, as it may be a secret; give KEY="${name}" in the shell')
 
     OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
     try:
@@ -138,28 +100,20 @@ def values_of(word: str, parser: Any, multirun: bool) -> list[str]:
     """A word as an axis of a sweep: itself, or NAME=VALUE for each value that it lists. A ValueError if it is wrong."""
     name, equals, value = word.partition("=")
     name = name.strip().lstrip("+~").partition("@")[0]
-    if re.match(r"hydra\b", name):
-        raise ValueError(f"{word}: {NOT_HYDRA}")
     if problem := schema.unknown(name):
         raise ValueError(problem)
-    if word.startswith("~"):
-        raise ValueError(f"{word}: nothing can be removed; give {name}=VALUE")
-    if not equals:
-        raise ValueError(f"{name} has no value; give {name}=VALUE")
+    if word.startswith("~") or not equals:
+        raise ValueError(f"{word}: give {name}=VALUE")
     try:
         override = parser.parse_override(word)
     except HydraException:
         hint = f'quotes within quotes may help: "{name}={quoted(value)}"'
         raise ValueError(f"{word}: this value cannot be read; {hint}") from None
-    if re.match(r"\W*hydra\b", override.key_or_group):
-        raise ValueError(f"{word}: {NOT_HYDRA}")
     numeric = "int" in str(next((f.type for key, f in schema.every_key() if key == name), None))
     if not override.is_sweep_override():
         return [f"{word.partition('=')[0]}={whole(value)}" if numeric else word]
     if not multirun:
         raise ValueError(f"{word}: several values are a sweep; add --multirun, or quote a value that has commas")
-    if not override.is_discrete_sweep():
-        raise ValueError(f"{word}: a sweep takes its values from a list, range() or choice()")
     return [f"{override.get_key_element()}={whole(v) if numeric else v}" for v in override.sweep_string_iterator()]
 
 
@@ -181,8 +135,6 @@ def explain(error: Exception) -> str:
     kinds = {key: f.type for key, f in schema.every_key()}
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and schema.unknown(name):
         return f"{where}{schema.unknown(name)}"
-    if isinstance(cause, ConfigKeyError) and name == "experiment":
-        return f"{where}its first line must be # @package _global_"
     if isinstance(cause, ValidationError) and name in kinds:
         return f"{where}{name}: expected {expected(kinds[name])}; {first_line(cause)}"
     return where + first_line(cause or error)

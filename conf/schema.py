@@ -5,7 +5,7 @@ The YAML files beside this one only choose values. Nothing here needs Hydra: `Tr
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,38 +208,23 @@ def unknown(name: str) -> str | None:
     return f"no key {name!r}; " + (f"did you mean {close[0]!r}?" if close else rest)
 
 
-def from_dict(values: Mapping[str, Any], kind: type = Train, prefix: str = "") -> Any:
-    """A configuration from nested plain values, as saved with a run."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    for name in values:
-        if name not in fields:
-            raise ValueError(unknown(prefix + name) or f"no key {prefix + name!r}")
-    return kind(**{
-        name: from_dict(value, fields[name].type, f"{prefix}{name}.")  # type: ignore[arg-type]
-        if dataclasses.is_dataclass(fields[name].type) else value
-        for name, value in values.items()
-    })  # fmt: skip
-
-
 def explain() -> str:
     """Every key with its default and meaning, as aligned lines."""
     rows = [(f"{name}={'null' if f.default is None else f.default}", meaning(f)) for name, f in every_key()]
     return "\n".join(f"  {left:<28} {right}" for left, right in rows)
 
 
-def files(group: str, folder: Path | None = None) -> list[str]:
-    """What a group offers: our files, and those of the folder."""
-    folders = [Path(__file__).parent, *([folder] if folder else [])]
-    return sorted({p.stem for each in folders for p in (each / group).glob("*.yaml")})
+def files(group: str) -> list[str]:
+    """What a group offers."""
+    return sorted(p.stem for p in (Path(__file__).parent / group).glob("*.yaml"))
 
 
-def choices(own: Path | None = None) -> str:
-    """Every group with its files, also those of a folder of the user's, and what their first line says."""
+def choices() -> str:
+    """Every group with its files, and what their first line says."""
     lines = []
     for group in GROUPS:
-        paths = [Path(__file__).parent / group / f"{name}.yaml" for name in files(group)]
-        for path in [*paths, *(sorted((own / group).glob("*.yaml")) if own else [])]:
-            text = path.read_text().splitlines()
-            about = next((line[2:] for line in text if line.startswith("# ") and "@package" not in line), str(path))
-            lines.append(f"  {f'{group}={path.stem}':<28} {about}")
+        for name in files(group):
+            text = (Path(__file__).parent / group / f"{name}.yaml").read_text().splitlines()
+            about = next((line[2:] for line in text if line.startswith("# ") and "@package" not in line), "")
+            lines.append(f"  {f'{group}={name}':<28} {about}")
     return "\n".join(lines)

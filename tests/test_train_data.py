@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from ringattn.conf.schema import Data
-from ringattn.launch.processes import run
 from ringattn.launch.train import data
-from ringattn.launch.train.trainer import check_tokens
 
 
 def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):
@@ -57,46 +55,19 @@ def test_a_file_of_tokens(tmp_path):
     assert corpus.read(997, 3).tolist() == [997, 998, 999]
 
 
-@pytest.mark.parametrize(
-    "bad, message", [(-1, "holds token -1; tokens are 0 or above"), (500, r"use model\.vocab=501")]
-)
-@pytest.mark.parametrize("part", [0, 2])
-def test_a_token_outside_of_the_vocabulary_is_an_error_wherever_it_is(bad, message, part, tmp_path):
+@pytest.mark.parametrize("bad", [-1, 500])
+def test_a_token_outside_of_the_vocabulary_is_an_error(bad, tmp_path):
     tokens = np.arange(500, dtype=np.int32)
-    tokens[[0, 0, -1][part]] = bad
+    tokens[3] = bad
     tokens.tofile(tmp_path / "tokens")
     corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="int32"), 500)
-    results = [data.extremes(corpus, 500, i, 3, size=7) for i in range(3)]
-    with pytest.raises(ValueError, match=message):
-        data.check_vocabulary(*results[part], 500)
-    for i in {0, 1, 2} - {part}:
-        data.check_vocabulary(*results[i], 500)
-
-
-def test_all_ranks_refuse_tokens_that_the_model_does_not_know(tmp_path):
-    np.array([1, 2, 3, 4], np.uint16).tofile(tmp_path / "tokens")
-    corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="uint16"), 4)
-    first, second = run(refused, 2, corpus, 4)
-    assert first == second == "the data holds token 4, the model has vocab=4; use model.vocab=5 or more"
-
-
-def refused(corpus: data.Corpus, vocab: int) -> str:
-    with pytest.raises(ValueError) as raised:
-        check_tokens(corpus, vocab)
-    return str(raised.value)
-
-
-def test_bytes_are_not_read_to_know_what_they_hold(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xff")
-    corpus = data.open_corpus(Data(path=str(tmp_path)), 256)
-    assert (data.extremes(corpus, 256), data.extremes(corpus, 255)) == ((0, 0), (0, 255))
+    assert corpus.read(4, 496).max() == 499
+    with pytest.raises(ValueError, match=f"holds token {bad}, and model.vocab=500; .*use model.vocab="):
+        corpus.read(0, 4)
 
 
 def test_a_file_that_is_not_flat_tokens_is_refused(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
-    with pytest.raises(ValueError, match=r"a\.npy begins with NumPy's header.*astype\('uint16'\)\.tofile\(OTHER\)"):
-        data.open_corpus(Data(path=str(tmp_path / "a.npy"), tokens="uint16"), 1000)
     (tmp_path / "odd").write_bytes(bytes(101))
-    with pytest.raises(ValueError, match=r"odd has 101 bytes, which is no whole number of uint16 tokens"):
+    with pytest.raises(ValueError, match=r"odd has no whole number of uint16 tokens"):
         data.open_corpus(Data(path=str(tmp_path / "odd"), tokens="uint16"), 1000)
     assert len(data.open_corpus(Data(path=str(tmp_path / "odd")), 256)) == 101

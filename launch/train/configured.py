@@ -5,8 +5,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
 
 from ringattn.conf import schema
 from ringattn.conf.schema import Train
@@ -29,7 +27,7 @@ def run(words: list[str], task: Callable[[Train], int | None]) -> int | None:
     sweep ends too, with the status of the runs before it, None if all were good.
     """
     if "-h" in words or "--help" in words:
-        print(f"{USAGE}\n{schema.choices(own_files(words))}\n\n{schema.explain()}")
+        print(f"{USAGE}\n{schema.choices()}\n\n{schema.explain()}")
         return 0
     try:
         from ringattn.conf import compose  # which needs Hydra
@@ -60,25 +58,14 @@ def run(words: list[str], task: Callable[[Train], int | None]) -> int | None:
     return max(statuses)
 
 
-def own_files(words: list[str]) -> Path | None:
-    """The folder that --config-dir names, if any; without Hydra, which --help does not need."""
-    flat = [side for word in words for side in word.split("=", 1)]
-    return next((Path(to) for flag, to in pairwise(flat) if flag in ("-cd", "--config-dir")), None)
-
-
 def complain(problem: str, status: int = WRONG_INPUT) -> int:
-    """Print the problem once: on rank 0, or on the rank that has it if rank 0 does not; return the exit status."""
+    """Print the problem once: on rank 0, or on the rank that has it if rank 0 does not; return the exit status.
+
+    A rank that its launcher ends meanwhile has this status: Slurm reports the highest one, and a signal's is higher.
+    """
     if rank := torchrun.rank():
-        leave_to_first(status)
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))
+        time.sleep(PATIENCE)
         problem = f"rank {rank}: {problem}"
     print(f"ringattn train: {problem}", file=sys.stderr, flush=True)
     return status
-
-
-def leave_to_first(status: int) -> None:
-    """Wait until rank 0 has reported the problem, which usually all ranks have, and the launcher ends this rank.
-
-    A rank that is ended this way exits with its own status: Slurm reports the highest one, and a signal's is higher.
-    """
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))
-    time.sleep(PATIENCE)

@@ -29,6 +29,7 @@ class Corpus:
     name: str
     files: tuple[Path, ...]
     dtype: np.dtype = np.dtype(np.uint8)  # noqa: RUF009 (immutable)
+    vocab: int = 256
     ends: tuple[int, ...] = field(init=False)  # the end of each file, in tokens
 
     def __post_init__(self) -> None:
@@ -50,7 +51,14 @@ class Corpus:
                 raise ValueError(f"{self.files[i]} is shorter than when the run began; do not change data meanwhile")
             blocks.append(block)
             start, count, i = start + here, count - here, i + 1
-        return np.concatenate(blocks).astype(np.int64)
+        tokens = np.concatenate(blocks).astype(np.int64)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab:
+            raise ValueError(
+                f"the data holds token {low if low < 0 else high}, and model.vocab={self.vocab}; look at data.path and "
+                f"data.tokens, or use model.vocab={high + 1} or more"
+            )
+        return tokens
 
     def ends_within(self, start: int, count: int) -> np.ndarray:
         """Where files end after 1 to `count` - 1 of the tokens from `start` on."""
@@ -148,32 +156,16 @@ def open_corpus(data: Data, vocab: int) -> Corpus:
     suffix = data.suffix or (".py" if data.path == "stdlib" else "")
     skip = UNLIKE_TEXT if data.path == "stdlib" else ()
     files = [path] if path.is_file() else find(path, suffix, skip)
-    corpus = Corpus("the Python standard library" if data.path == "stdlib" else str(path), tuple(files), dtype)
+    corpus = Corpus("the Python standard library" if data.path == "stdlib" else str(path), tuple(files), dtype, vocab)
     if len(corpus) == 0:
         what = f"file ending in {suffix!r}" if suffix else "file"
         raise ValueError(f"data.path={path} holds no {what} with anything in it; look at data.path and data.suffix")
     if vocab < 256 and data.tokens is None:
         raise ValueError(f"model.vocab={vocab} is too small for bytes; use model.vocab=256")
-    if data.tokens is not None:
-        check_tokens(corpus)
+    for file in files:
+        if file.stat().st_size % dtype.itemsize:
+            raise ValueError(f"{file} has no whole number of {dtype} tokens; use data.tokens=TYPE as it was written")
     return corpus
-
-
-def check_tokens(corpus: Corpus) -> None:
-    """Raise a ValueError for a file of other contents than integers, or not of a whole number of them."""
-    for file in corpus.files:
-        size = file.stat().st_size
-        if size % corpus.dtype.itemsize:
-            raise ValueError(
-                f"{file} has {size} bytes, which is no whole number of {corpus.dtype} tokens; "
-                "use data.tokens=TYPE as it was written, or write the file again"
-            )
-        with file.open("rb") as opened:
-            if opened.read(6) == b"\x93NUMPY":
-                raise ValueError(
-                    f"{file} begins with NumPy's header, and a file of tokens is flat integers; "
-                    f"write it by numpy.load(FILE).astype({str(corpus.dtype)!r}).tofile(OTHER)"
-                )
 
 
 def find(folder: Path, suffix: str, skip: tuple[str, ...] = ()) -> list[Path]:
@@ -197,34 +189,8 @@ def samples(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Samples:
     return dealt
 
 
-def extremes(corpus: Corpus, vocab: int, share: int = 0, shares: int = 1, size: int = 1 << 24) -> tuple[int, int]:
-    """The lowest and the highest token in one of `parts` parts of the files; (0, 0) if every value is valid."""
-    kind, low, high = np.iinfo(corpus.dtype), 0, 0
-    for file in corpus.files if kind.min < 0 or kind.max >= vocab else ():
-        tokens = np.memmap(file, corpus.dtype, "r")
-        for at in range(len(tokens) * share // shares, end := len(tokens) * (share + 1) // shares, size):
-            here = tokens[at : min(at + size, end)]
-            low, high = min(low, int(here.min())), max(high, int(here.max()))
-    return low, high
-
-
-def check_vocabulary(low: int, high: int, vocab: int) -> None:
-    """A ValueError if the lowest or the highest token of the data is outside of the model's vocabulary."""
-    if low < 0:
-        raise ValueError(f"the data holds token {low}; tokens are 0 or above: look at data.path and data.tokens")
-    if high >= vocab:
-        more = f"use model.vocab={high + 1} or more"
-        raise ValueError(f"the data holds token {high}, the model has vocab={vocab}; {more}")
-
-
-def sample(corpus: Corpus, most: int) -> np.ndarray:
-    """At most `most` tokens, in 16 evenly spaced pieces."""
-    count = min(len(corpus), most) // 16
-    gaps = (len(corpus) - count) // 15
-    blocks = [corpus.read(i * gaps, count) for i in range(16)] if count else [corpus.read(0, len(corpus))]
-    return np.concatenate(blocks)
-
-
 def checksum(corpus: Corpus) -> int:
-    """A checksum of a sample; other data almost surely has another."""
-    return zlib.crc32(sample(corpus, 1 << 16).astype("<i8").tobytes())
+    """A checksum of 16 evenly spaced pieces; other data almost surely has another."""
+    count = max(1, min(len(corpus), 1 << 16) // 16)
+    starts = [i * ((len(corpus) - count) // 15) for i in range(16)]
+    return zlib.crc32(b"".join(corpus.read(start, count).astype("<i8").tobytes() for start in starts))

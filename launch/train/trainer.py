@@ -116,7 +116,6 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
     """The mesh, the plan, the data, the model and its optimizer."""
     s, m = config.strategy, config.model
     samples = data.of(config)
-    check_tokens(samples.corpus, m.vocab)
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
     limit = timedelta(seconds=config.cluster.timeout)
@@ -132,14 +131,6 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
     groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=device.type == "cuda")
     return Job(config, folder, device, plan, meshes.axis(mesh, "data"), samples, decoder, optimizer, started_at)
-
-
-def check_tokens(corpus: data.Corpus, vocab: int) -> None:
-    """Refuse tokens outside the model's vocabulary before training begins; each rank checks its part of them."""
-    low, high = data.extremes(corpus, vocab, dist.get_rank(), dist.get_world_size())
-    seen = torch.tensor([-low, high])
-    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-    data.check_vocabulary(-int(seen[0]), int(seen[1]), vocab)
 
 
 def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop) -> bool:
