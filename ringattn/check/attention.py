@@ -116,9 +116,9 @@ def of_packed(name: str, packed: Docs | None, length: int, batch: int) -> str | 
             f"{name}: document lengths add up to {packed.length}, the sequence has {length} tokens; "
             f"if the rest is padding pass Docs.from_lengths(lengths, pad_to={length})"
         )
-    if packed.starts.shape[0] != 1 and packed.starts.shape[0] != batch:
+    if packed.rows != 1 and packed.rows != batch:
         rows = f"1 row or {batch}" if batch > 1 else "1 row"
-        return f"{name} describes {packed.starts.shape[0]} rows, the batch has {batch}; give {rows}"
+        return f"{name} describes {packed.rows} rows, the batch has {batch}; give {rows}"
     return None
 
 

@@ -120,12 +120,13 @@ class Docs:
         if "jax" in sys.modules:
             register_in_jax(type(self))  # type: ignore[arg-type]  # a class has a hash, whatever its values have
         self.starts, self.spans, self.parents, self.slices = (*parts, None, None, None)[: len(self.PARTS)]
-        self.length = length
+        self.length, self.rows = length, len(self.starts)
         for x in parts:
             if x is not None:
                 x.setflags(write=False)
         self.padded = bool((self.starts[:, -1] < length).any())  # whether some row ends in padding
-        self.encoded = self.starts if self.plain else packed(self.parts)  # all parts as one array
+        # All parts as one array: a copy, since torch.compile guards it as a tensor and warns of one that is read-only.
+        self.encoded = self.starts.copy() if self.plain else packed(self.parts)
 
     def __reduce__(self) -> Any:
         return type(self).unchecked, (self.starts, self.length, *self.parts[1:])
@@ -228,6 +229,7 @@ class Docs:
         docs = object.__new__(cls)
         docs.starts, docs.spans, docs.parents, docs.slices = starts, spans, None, None
         docs.length, docs.padded = length, padded
+        docs.rows = (getattr(starts, "shape", None) or (1,))[0]  # JAX makes trees of placeholders too
         return docs
 
     @classmethod
