@@ -2,15 +2,20 @@
 
 import json
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ringattn as ra
 from ringattn import choosing
 from ringattn.choosing import elsewhere, factored
+from ringattn.comms.local import run
 from ringattn.kernels.rates import RATES
 from ringattn.launch.bench.masks import MIXES, mixed
 from ringattn.launch.bench.plans import setting_of
@@ -18,10 +23,17 @@ from ringattn.plans import candidates
 from ringattn.plans import machine as machines
 from ringattn.plans.candidates import hosts_of_ring
 from ringattn.plans.cost import Shape
+from ringattn.plans.course import Ring, course
 from ringattn.plans.explain import number
+from ringattn.plans.footprint import Live, Sizes, ringed
+from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.plans.plan import Plan
 from ringattn.plans.predict import Rates, predict
+from ringattn.plans.recipe import Sight
 from ringattn.plans.transport import Transport
+from ringattn.steps.rank import steps_of
+from ringattn.torch.attention import ring
+from ringattn.torch.attention.steps import Score
 
 ROWS = Path(__file__).parent.parent / "benchmarks"
 
@@ -86,6 +98,74 @@ def test_memory_of_rings_of_four_is_counted():
             if row["mask"] in ("causal", "long") and not row["commit"].startswith("f6f4186"):  # it folded nothing
                 off.append(cost_of(name, row)[0].memory / held / row["peak"] - 1)
     assert len(off) > 15 and max(map(abs, off)) < 0.02, off
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of tensors, of which `most` were alive at a time; not copies, which stand for a network's."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.now, self.most, self.alive = 0, 0, {x.untyped_storage()._cdata for x in given}
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        results = f(*args, **kwargs or {})
+        for x in tree_leaves(results):
+            if isinstance(x, torch.Tensor) and (key := (storage := x.untyped_storage())._cdata) not in self.alive:
+                nbytes = 0 if f.__name__.startswith("clone") else storage.nbytes()
+                self.alive.add(key)
+                self.now += nbytes
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.free, key, nbytes)
+        return results
+
+    def free(self, key, nbytes):
+        self.alive.remove(key)
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize(
+    ("hosts", "layout", "given"),
+    [(1, "zigzag", {}), (8, "contiguous", {}), (4, "zigzag", {"window": 300}), (2, "contiguous", {"causal": False})],
+)
+def test_memory_of_a_ring_is_what_its_loop_allocates(hosts, layout, given):
+    """Of a kernel that only allocates what ours does, on eight ranks: exact on the rank with the most."""
+    spec, length, together = ra.AttentionSpec(**given), 128, 2
+    how = Transport({1: "direct", 8: "relay"}.get(hosts, "levels"), hosts, grads="float32", together=together)
+    plan = Plan(8 * length, 8, 1, "ring", layout, transport=how)
+    mask = Mask(plan, spec)
+    table = table_of(mask, hosts, together)
+
+    def kernel(tensors, where, rows, want, into):
+        sums = [torch.empty(x.shape) if i in want and into[i] is None else None for i, x in enumerate(tensors)]
+        return [new if old is None else old for new, old in zip(sums, into, strict=True)]
+
+    def one_rank(mesh):
+        axis = mesh.axis("ring")
+        q, k, v = (torch.empty(1, length, heads, 8, dtype=torch.bfloat16) for heads in (8, 2, 2))
+        score = Score(SimpleNamespace(fills=False, parted=True), None, kernel, None)
+        steps = steps_of(table, reads_of(mask).shards, axis.rank, Sight(mask, axis.rank))
+        with Allocated(q, k, v) as memory:
+            for total in ring.backward(q, k, v, None, axis, steps, score, narrow=False):
+                total.tensor(torch.bfloat16)
+        return memory.most
+
+    allocated = run(one_rank, ring=8)
+    live = Live(np.zeros(8))
+    sizes = Sizes(
+        q=128,
+        out=128,
+        kv=64,
+        full=256,
+        rows=0,
+        exact=2,
+        travel=2,
+        halves=False,
+        kernel="triton",
+        own=True,
+        mostly_own=False,
+    )
+    ringed(live, plan, sizes, course(Ring(plan.tokens, plan.tokens, spec, None, hosts), 8, together))
+    assert live.most.max() == max(allocated), (live.most, allocated)
 
 
 def test_nothing_takes_more_memory_than_its_bound(monkeypatch):

@@ -23,10 +23,11 @@ from ringattn.launch.packed import MIXES, holdings, lengths_of
 from ringattn.launch.words import option
 from ringattn.masks.bands import families
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.plans.cost import heads_of_group, seen_pairs
+from ringattn.plans.cost import seen_pairs
 from ringattn.plans.machine import load, of_device
 from ringattn.plans.mask import Mask, among_all, table_of
 from ringattn.plans.plan import Plan
+from ringattn.plans.predict import blocks_at_once
 from ringattn.plans.recipe import Recipe
 from ringattn.plans.spmd import SharedRecipe
 from ringattn.plans.transport import Transport
@@ -211,7 +212,9 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
     if plan.strategy == "gather":
         title = "gather: one step, after every rank's keys have arrived; the share of the mean work that each rank does"
         return [title, shares(counts.sum(1) / share, plan.ring <= SHOWN)]
-    table, ranks = table_of(Mask(plan, spec, docs), plan.hosts, blocks_at_once(plan)), range(plan.ring)
+    shape, ranks = plan.shape(itemsize=4 if plan.device == "cpu" else 2), range(plan.ring)
+    together = blocks_at_once(plan, shape, plan.machine) if shape else plan.transport.together or 1
+    table = table_of(Mask(plan, spec, docs), plan.hosts, together)
     few = plan.ring <= SHOWN
     lines = [
         f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received",
@@ -235,12 +238,3 @@ def shares(work: Sequence[float], few: bool) -> str:
     if few:
         return "".join(f"{w:>8.0%}" for w in work)
     return "".join(f"{w:>8.2%}" for w in (min(work), sum(work) / len(work), max(work)))
-
-
-def blocks_at_once(plan: Plan) -> int:
-    """How many blocks a step of the direct route brings forward."""
-    shape = plan.shape(itemsize=4 if plan.device == "cpu" else 2)
-    if shape is None:
-        return plan.transport.together or 1
-    _, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, plan.groups_for(shape))
-    return plan.blocks_at_once(shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads))

@@ -162,7 +162,7 @@ def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple
     return swap + (ring - 1) * block * (strategy == "gather")
 
 
-MOST_GROUPS = 4
+MAX_GROUPS = 4
 # cost of one more group: latencies, part of the attention's time; 2 H200s, 32K and 131K
 MORE_LATENCIES, MORE_WORK = 12, 0.0052
 

@@ -141,18 +141,28 @@ def met(queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None) -
     return np.arange(ring), seen_pairs(queries, keys, spec, docs), reads
 
 
+@lru_cache(maxsize=1)  # of a ring of 16,384 ranks a gigabyte
+def pairs_at(ring: Ring) -> Row:
+    """[distance, rank]: the pairs of every rank with the block at each distance."""
+    *meet, hosts = ring
+    pairs = np.empty((ring.size, ring.size), np.min_scalar_type(ring.queries.shard_len * ring.keys.shard_len))
+    for some in np.array_split(np.arange(ring.size), -(-ring.size // COUNTED_AT_ONCE)):
+        counts = seen_pairs(*meet, some)
+        pairs[:, some] = np.take_along_axis(counts, sources(some, ring.size, hosts), 1).T
+    return pairs
+
+
 def steps_of(ring: Ring, together: int, everyone: bool = False) -> Steps:
     """The steps of all ranks, or of some readers of a large ring; `everyone`: of all of its ranks."""
     *meet, hosts = ring
-    readers, counts, reads = met(*meet)
+    readers, pairs, reads = met(*meet)
     if reads is not None:
-        return OfTable(build(reads, hosts, together), counts)
-    every = np.arange(ring.size) if everyone else readers
-    pairs = np.empty((ring.size, len(every)), np.min_scalar_type(ring.queries.shard_len * ring.keys.shard_len))
-    for some in np.array_split(np.arange(len(every)), -(-len(every) // COUNTED_AT_ONCE)):
-        of_some = seen_pairs(*meet, every[some]) if everyone else counts
-        pairs[:, some] = np.take_along_axis(of_some, sources(every[some], ring.size, hosts), 1).T
-    return OfWholeBlocks(ring.size, hosts, ring.keys.shard_len, every, pairs, together)
+        return OfTable(build(reads, hosts, together), pairs)
+    if everyone:
+        readers, pairs = np.arange(ring.size), pairs_at(ring)
+    else:
+        pairs = np.take_along_axis(pairs, sources(readers, ring.size, hosts), 1).T
+    return OfWholeBlocks(ring.size, hosts, ring.keys.shard_len, readers, pairs, together)
 
 
 def sources(readers: Row, ring: int, hosts: int) -> Row:
@@ -184,11 +194,6 @@ class Course:
     def first(self) -> Row:
         """[phase]: its first step."""
         return self.steps.first
-
-    @property
-    def launches(self) -> int:
-        """The steps with work of the rank that has the most."""
-        return int((self.pairs > 0).sum(1).max())
 
     @cached_property
     def received(self) -> Row:

@@ -14,8 +14,11 @@ from ringattn.plans.course import EXACT, Course
 from ringattn.plans.plan import Plan
 from ringattn.plans.recipe import LONG, are_kept, backward_order
 
-THIN, ROWS = 1024, 32  # FlashAttention-4 leaves steps of so few keys to our kernel, which takes queries as so many rows
-CUT = 4096  # from so many queries on
+THIN_KEYS, PACKED_ROWS = (
+    1024,
+    32,
+)  # FlashAttention-4 leaves steps of so few keys to our kernel, which takes queries as so many rows
+CUT_QUERIES = 4096  # from so many queries on
 
 
 class Sizes(NamedTuple):
@@ -249,13 +252,13 @@ def computed(
     if each.own:
         live.take(wide)
         return wide
-    few = 2 * steps.pairs[:, s] <= THIN * np.maximum(queries, 1)
-    ours = each.kernel == "fa4" and n >= CUT and not once
+    few = 2 * steps.pairs[:, s] <= THIN_KEYS * np.maximum(queries, 1)
+    ours = each.kernel == "fa4" and n >= CUT_QUERIES and not once
     thin = few & (steps.received > 0)[:, s] & (queries > 0) & ours
     of_queries = np.where(thin, n * each.q * each.exact, queries * each.q)
     made = np.where(thin, wide, tokens * each.kv)
     live.take(of_queries + made)
-    rows = 2 * n * each.rows + (ROWS - 1) * np.minimum(tokens, THIN) * each.kv * each.exact
+    rows = 2 * n * each.rows + (PACKED_ROWS - 1) * np.minimum(tokens, THIN_KEYS) * each.kv * each.exact
     live.pass_by(np.where(thin, rows, each.beside(queries, tokens)))
     dq.add(of_queries)
     return made

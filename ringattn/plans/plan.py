@@ -17,7 +17,7 @@ import numpy as np
 from ringattn.layouts.layout import MAKERS, Layout
 from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 from ringattn.masks.values import Value, fields
-from ringattn.plans.cost import MOST_GROUPS, Shape, exchanged, groups_of, heads_of_group, may_group
+from ringattn.plans.cost import MAX_GROUPS, Shape, exchanged, groups_of, heads_of_group, may_group
 from ringattn.plans.machine import Link, Machine, assumed
 from ringattn.plans.ranks import NOT_HERE, Ranks
 from ringattn.plans.sizes import blocks_of, groups_problem, heads_of, heads_problem, size_of
@@ -303,7 +303,7 @@ class Plan(Value):
         if not self.hides_groups:
             return 1
         heads = heads_of_group(shape.heads, shape.kv_heads, self.ulysses, 1)
-        possible = [n for n in range(1, MOST_GROUPS + 1) if may_group(n, *heads, self.ring)]
+        possible = [n for n in range(1, MAX_GROUPS + 1) if may_group(n, *heads, self.ring)]
         link = self.link if self.strategy == "gather" else self.machine.inside
         sent = self.exchanged(shape if heads[1] > 1 else replace(shape, kv_heads=0))  # one travels at once
         return groups_of(shape, sent, self.ring * self.ulysses, possible, self.machine, link)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.plans.cost import Shape, kv_heads_of_a_rank, replicas
+from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank, replicas
 from ringattn.plans.course import Course, Ring, course
 from ringattn.plans.footprint import bound, peak
 from ringattn.plans.machine import Machine
@@ -137,10 +137,12 @@ def one_pass(
     sending = min(gpus, ring * ulysses)
     rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
     slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
-    work = steps.pairs * (slower * flops / ulysses / rate) + machine.launch[back] * (steps.pairs > 0)
+    gathers = plan.strategy == "gather" and ring > 1  # all keys are there in one step
+    pairs = steps.pairs.sum(1, keepdims=True) if gathers else steps.pairs
+    work = pairs * (slower * flops / ulysses / rate) + machine.launch[back] * (pairs > 0)
     work = work * machine.crowd(ring * ulysses)
     swap_near, swap_far, within, between, total = 0.0, 0.0, 0.0, 0.0, 0.0
-    if plan.strategy == "gather" and ring > 1:
+    if gathers:
         local = max(1, min(gpus // ulysses, ring))
         block = plan.keys.tokens.shard_len * token_bytes
         swap_near, swap_far = (ring - 1) * block, across(ring, local, machine) * block
@@ -162,10 +164,19 @@ def one_pass(
         once = kv_heads_of_a_rank(shape.kv_heads, ulysses) < groups  # keys, with the first group
         ends = 1 - (1 - 1 / groups) * (shape.q_bytes(plan.local_len) / total if once else 1)
         seconds = max(seconds + (swap + late) * ends, swap + late + seconds / groups)
-        seconds += (groups - 1) * steps.launches * machine.launch[back] + machine.exchange[back]
+        seconds += (groups - 1) * int((pairs > 0).sum(1).max()) * machine.launch[back] + machine.exchange[back]
     within, between = within + swap_near, between + swap_far
     times = machine.inside.transfer(within, sending), machine.between.transfer(between, sending)
     return Spent(float(seconds), float(work.sum(1).mean()), *map(float, (*times, within, between)))
+
+
+def blocks_at_once(plan: Plan, shape: Shape, machine: Machine, back: bool = False) -> int:
+    """How many blocks a step brings, as in `Recipe`: fewer in backward, unless gradients are as narrow as keys."""
+    groups = plan.groups_for(shape) if plan.swaps else 1
+    _, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
+    times = 4 if back and plan.transport.grads != "input" else 1
+    block = times * shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads)
+    return min(plan.transport.together or machine.blocks_at_once(block), plan.ring)
 
 
 def predict(
@@ -175,11 +186,8 @@ def predict(
     kv_heads = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
     out = shape.kv_bytes(1, kv_heads)
     grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0  # gradients travel in float32, or as the inputs
-    block = out * plan.keys.tokens.shard_len
-    room = plan.transport.together or machine.blocks_at_once(block)
-    less = plan.transport.together or machine.blocks_at_once(block * (1 if grads == 1 else 4))  # as ring steps do
     ring = Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts)
-    steps, back = (course(ring, machine.gpus, min(n, plan.ring)) for n in (room, less))
+    steps, back = (course(ring, machine.gpus, blocks_at_once(plan, shape, machine, b)) for b in (False, True))
     whole = steps.pairs.sum(1)
     rate = [rates.of(backward, spec, whole.mean() / plan.tokens.shard_len) for backward in (False, True)]
     forward = one_pass(plan, shape, steps, machine, rate[0], shape.flops_a_pair, out, False)

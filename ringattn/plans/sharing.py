@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LONG = 1e6  # seconds, in which everything is done
+FOREVER = 1e6  # seconds, in which everything is done
 
 
 def on_links(start: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -44,7 +44,7 @@ class Clock(NamedTuple):
         """That of ranks which compute between these times and share so many cores evenly."""
         order = np.argsort(times := np.concatenate([begun, ended]), kind="stable")
         busy = np.cumsum(np.repeat([0, 1, -1], [1, len(begun), len(ended)])[np.append(0, order + 1)])
-        times = np.append(times[order], times.max() + LONG)
+        times = np.append(times[order], times.max() + FOREVER)
         return cls(times, np.cumsum(np.minimum(1.0, cores / np.maximum(busy, 1)) * np.diff(times, prepend=0.0)))
 
 

@@ -9,7 +9,7 @@ ring have 268 million steps, forward and again backward.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from html import escape
 from math import gcd
 from typing import NamedTuple
@@ -22,15 +22,15 @@ from ringattn.plans.cost import Shape, kv_heads_of_a_rank, replicas
 from ringattn.plans.course import Ring, Steps, steps_of
 from ringattn.plans.machine import Link, Machine
 from ringattn.plans.plan import Plan
-from ringattn.plans.predict import BACKWARD, MEASURED, Rates, across
-from ringattn.plans.sharing import ALONE, LONG, Clock, on_links
+from ringattn.plans.predict import BACKWARD, MEASURED, Rates, across, blocks_at_once
+from ringattn.plans.sharing import ALONE, FOREVER, Clock, on_links
 from ringattn.steps.table import Transfers
 
 SLOW = re.compile(r"(rank|host)(\d+):(\d+\.?\d*|\.\d+)")
-MOST = 16384  # ranks of a ring: it takes a minute, and a gigabyte of pairs
+LARGEST_RING = 16384  # ranks: it takes a minute, and a gigabyte of pairs
 COLORS = {"computes": "#2a9d8f", "waits for keys": "#e76f51", "sends after its last step": "#8d99ae"}
-ONE = np.ones(1)
-TRIALS, SAME = 30, 1e-3  # at most so many until what is simulated changes by less
+AS_DESCRIBED = np.ones(1)  # the factors of durations without jitter
+TRIALS, CHANGE = 30, 1e-3  # at most so many until what is simulated changes by less
 
 
 class World(NamedTuple):
@@ -50,7 +50,7 @@ class World(NamedTuple):
     def vary(self, shape: tuple[int, ...]) -> np.ndarray:
         """By what factors durations differ from what is described."""
         if not self.jitter:
-            return ONE
+            return AS_DESCRIBED
         return np.exp(self.jitter * self.random.standard_normal(shape, np.float32))
 
 
@@ -81,12 +81,6 @@ class Played:
     def working(self) -> float:
         """The share of the time in which the mean rank computes."""
         return self.worked / self.seconds
-
-
-@lru_cache(maxsize=1)
-def all_steps(ring: Ring, together: int) -> Steps:
-    """Those of all ranks: of large rings a gigabyte."""
-    return steps_of(ring, together, everyone=True)
 
 
 def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
@@ -215,8 +209,8 @@ def play(
     When ranks compute says how fast each is, if they share cores, and that says when they compute: until both agree.
     """
     ring, ulysses, ranks = plan.ring, plan.ulysses, plan.ring * plan.ulysses
-    if ring > MOST:
-        raise ValueError(f"ring={ring}: rings of at most {MOST} ranks are simulated; add Ulysses ranks")
+    if ring > LARGEST_RING:
+        raise ValueError(f"ring={ring}: rings of at most {LARGEST_RING} ranks are simulated; add Ulysses ranks")
     cores = machine.cores * -(-ranks // machine.gpus)
 
     def once(clock: Clock, watched: Sequence[int]) -> Played:
@@ -228,12 +222,15 @@ def play(
 
     if not cores:
         return once(ALONE, watched)
-    clock, before = Clock.shared(np.zeros(ranks), np.full(ranks, LONG), cores), 0.0  # at first all compute all the time
+    clock, before = (
+        Clock.shared(np.zeros(ranks), np.full(ranks, FOREVER), cores),
+        0.0,
+    )  # at first all compute all the time
     for _ in range(TRIALS):
         played = once(clock, range(ranks))
         _, begun, ended = played.steps
         clock = Clock.shared(begun.ravel(), ended.ravel(), cores)
-        if abs(played.seconds - before) < SAME * before:
+        if abs(played.seconds - before) < CHANGE * before:
             break
         before = played.seconds
     return once(clock, watched)
@@ -246,8 +243,6 @@ def play_in(
     """The same, in a world whose clock says how fast ranks are."""
     ring, ulysses, machine = plan.ring, plan.ulysses, world.machine
     token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
-    together = machine.blocks_at_once(token * plan.keys.tokens.shard_len)
-    steps = all_steps(Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts), min(together, ring))
     here = gcd(ulysses, machine.gpus)
     total = shape.q_bytes(plan.local_len)
     total += shape.kv_bytes(plan.keys.local_len, shape.kv_heads * replicas(shape.kv_heads, ulysses))
@@ -263,6 +258,8 @@ def play_in(
         return exchange(world, *swap, reduce(np.maximum, carrying, at)) if ulysses > 1 else at
 
     for back in (False, True)[: 1 + backward]:
+        together = blocks_at_once(plan, shape, machine, back)
+        steps = steps_of(Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts), together, everyone=True)
         slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
         flops = shape.flops_a_pair * (BACKWARD if back else 1.0) / ulysses
         pair = slower * flops / rates.of(back, spec, seen / ring / plan.tokens.shard_len)
@@ -273,8 +270,8 @@ def play_in(
         at = swapped(at)
         if plan.strategy == "gather":
             each = (steps.met(s, s + 1)[0] for s in range(steps.count))
-            work = sum((seconds(np.bincount(x.reader, x.pairs, ring)) for x in each), np.zeros(ring))
-            at = gathered(plan, world, work, token * (1 + grads * back), at, played)
+            pairs = sum((np.bincount(x.reader, x.pairs, ring) for x in each), np.zeros(ring))
+            at = gathered(plan, world, seconds(pairs), token * (1 + grads * back), at, played)
         else:
             wide = token * max(1.0, 4 / shape.itemsize)
             at = ring_pass(traffic, steps, seconds, at, played, token, token * grads * back, wide * back)
