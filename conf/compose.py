@@ -21,12 +21,13 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 from omegaconf.resolvers import oc
-from yaml import MarkedYAMLError, YAMLError
+from yaml import AliasToken, MarkedYAMLError, YAMLError, scan
 
 from ringattn.conf import schema
 from ringattn.conf.keys import expected, nearest, whole
 from ringattn.conf.schema import Train
 
+ALIASES = 16  # of a file: aliases of aliases make Hydra compose for minutes
 KNOWN = ("--multirun", "--cfg", "--config-dir", "--help")
 
 
@@ -61,6 +62,7 @@ def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
     with closed_environment(), hydra.initialize_config_module("ringattn.conf", "train", version_base="1.3"):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
+            check_aliases(given.config_dir)
             axes = [values_of(word, parser, given.multirun) for word in given.words]
             runs = [(words, compose(words, given.config_dir)) for words in itertools.product(*axes)]
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -70,6 +72,16 @@ def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
         if name is not None and names.count(name) > 1:
             runs[i][1].run = f"{name}-{i}"
     return [(" ".join(w for w in words if w not in given.words), config) for words, config in runs]
+
+
+def check_aliases(folder: Path | None) -> None:
+    """A ValueError for a file of the user that repeats parts of itself too often."""
+    for path in sorted(folder.rglob("*.yaml")) if folder else []:
+        aliases = sum(isinstance(token, AliasToken) for token in scan(path.read_bytes()))
+        if aliases > ALIASES:
+            raise ValueError(
+                f"{path} has {aliases} YAML aliases (*name), and at most {ALIASES} are taken; write values out"
+            )
 
 
 def compose(words: tuple[str, ...], folder: Path | None) -> Train:

@@ -116,6 +116,7 @@ def test_an_impossible_setting_is_an_error_of_one_sentence(words, message, capsy
         ("seqlen: 3", "experiment/mine.yaml: no key 'seqlen'; did you mean 'seq_len'?"),
         ("seq_len: abc", "experiment/mine.yaml: seq_len: expected a whole number; Value 'abc'"),
         ("optimizer: adam", "experiment/mine.yaml: Merge error: str is not a subclass of Optimizer"),
+        ("a: &a [1]\nb: [" + "*a, " * 17 + "]", "mine.yaml has 17 YAML aliases (*name), and at most 16 are taken"),
         ("seq_len: [1", "experiment/mine.yaml, line 3: expected ',' or ']'"),
         (
             "defaults: [override /model: tinny]",
