@@ -1,8 +1,9 @@
 """A Flax language model over devices, with optax and orbax: the losses of one device, and a run that can be resumed.
 
-    python examples/train_flax.py steps=20 devices=4 folder=runs/flax
+    python examples/train_flax.py steps=20 devices=4 save_every=5 folder=runs/flax
 
-Run it again with more steps, or with another number of devices, and it continues from its last checkpoint.
+Run it again, after it was killed, with more steps, or with another number of devices: it continues from its last
+checkpoint.
 """
 
 import sys
@@ -53,11 +54,14 @@ def batch_of(step):
     return jnp.asarray(np.stack([TEXT[a : a + LENGTH + 1] for a in at]), jnp.int32)
 
 
-def main(steps=20, devices=4, folder="runs/flax"):
+def main(steps=20, devices=4, save_every=5, folder="runs/flax"):
     mesh = ringattn.jax.init_mesh(ring=devices, devices=jax.devices()[:devices])
     plan = ra.plan(mesh, seq_len=LENGTH, heads=(4, 2), head_dim=WIDTH // 4)
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    # The state lies on all devices from the beginning, as a step returns it: else the second step compiles again.
+    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    nnx.update((model, optimizer), jax.device_put(nnx.state((model, optimizer)), there))
 
     @nnx.jit
     def train_step(model, optimizer, tokens):
@@ -66,18 +70,19 @@ def main(steps=20, devices=4, folder="runs/flax"):
         optimizer.update(model, grads)
         return loss
 
-    manager = ocp.CheckpointManager(Path(folder).resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=save_every)
+    manager = ocp.CheckpointManager(Path(folder).resolve(), options=options)
     begun = manager.latest_step() or 0  # the steps that are done
     if begun:  # on all devices, as many as there are now
-        there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        state = nnx.state((model, optimizer))
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), state)
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), nnx.state((model, optimizer))
+        )
         nnx.update((model, optimizer), manager.restore(begun, args=ocp.args.StandardRestore(like)))
     for step in range(begun, steps):
         loss = train_step(model, optimizer, batch_of(step))
         print(f"step {step + 1}: loss {float(loss):.6f}", flush=True)
-    if begun < steps:
-        manager.save(steps, args=ocp.args.StandardSave(nnx.state((model, optimizer))))
+        now = ocp.args.StandardSave(nnx.state((model, optimizer)))
+        manager.save(step + 1, args=now, force=step + 1 == steps)  # every so many steps, in the background
     manager.close()
 
 

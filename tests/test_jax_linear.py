@@ -275,13 +275,13 @@ def test_inside_shard_map():
     plan, tokens = plan_of(2, 2, "contiguous", 64), jax.sharding.PartitionSpec(None, ("ring", "ulysses"))
     mesh, arrays = plan.ring_axis.mesh, [given[n] for n in "qkvg"]
 
-    def inner(scan, *local):
-        return ra.linear_attention(*local, plan, scan=scan)
+    def inner(scan, kernel, *local):
+        return ra.linear_attention(*local, plan, scan=scan, kernel=kernel)
 
     expected = ra.linear_attention(*arrays)
-    for vma, scan in ((True, "gather"), (False, "ring")):
+    for vma, scan, kernel in ((True, "gather", "auto"), (False, "ring", "auto"), (True, "ring", "pallas")):
         found = jax.jit(
-            jax.shard_map(partial(inner, scan), mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=vma)
+            jax.shard_map(partial(inner, scan, kernel), mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=vma)
         )(*arrays)
         assert jnp.allclose(found, expected, atol=1e-5)
 

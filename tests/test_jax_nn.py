@@ -14,7 +14,6 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 import ringattn as ra  # noqa: E402
-import ringattn.jax as rj  # noqa: E402
 from ringattn.jax import layers  # noqa: E402
 from tests.launched import xla_flags  # noqa: E402
 from tests.test_jax_programs import close, expect  # noqa: E402
@@ -22,11 +21,16 @@ from tests.test_jax_programs import close, expect  # noqa: E402
 T = 61
 
 
-@pytest.fixture(scope="module")
-def plan():
-    return ra.plan(
-        rj.init_mesh(ring=2, ulysses=2, devices=jax.devices()[:4]), seq_len=T, layout="zigzag", strategy="ring"
-    )
+@pytest.fixture(scope="module", params=["Auto", "Explicit"])
+def plan(request):
+    kinds = (jax.sharding.AxisType[request.param],) * 3
+    mesh = jax.make_mesh((2, 2, 2), ("data", "ring", "ulysses"), axis_types=kinds)
+    return ra.plan(mesh, seq_len=T, layout="zigzag", strategy="ring")
+
+
+def on(plan, x):
+    """Whole on every device of the plan's mesh."""
+    return jax.device_put(x, jax.sharding.NamedSharding(plan.ring_axis.mesh, jax.sharding.PartitionSpec()))
 
 
 def test_rotary_positions_are_exact_far_out():
@@ -57,7 +61,7 @@ def test_a_convolution_and_the_loss_over_devices(plan, docs):
             y = layers.causal_convolution(shard(x), weight, plan, docs)
             return layers.cross_entropy(y, shard(labels), plan, ignore_index=-1, docs=docs), y
 
-        (value, y), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(x)
+        (value, y), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(x if plan is None else on(plan, x))
         return y if plan is None else plan.unshard(y), value, grad
 
     (y, *alone), (over, *ranks) = both(None), both(plan)
@@ -117,7 +121,8 @@ def test_flax_layers_equal_those_of_torch(plan, name, given):
             argnums=(0, 1),
         )(layer, x)
 
-    value, (dweights, dx) = grads(ours, jnp.asarray(x.detach().numpy()))
+    nnx.update(ours, on(plan, nnx.state(ours)))
+    value, (dweights, dx) = grads(ours, on(plan, jnp.asarray(x.detach().numpy())))
     assert abs(float(value) / float(y.detach().square().sum()) - 1) < 1e-5
     close(dx, x.grad.numpy(), 2e-5)
     close(dweights["out"]["kernel"][...].T, theirs.out.weight.grad.numpy(), 2e-5)
@@ -155,7 +160,9 @@ def example(folder, *words):
 def test_the_flax_example_has_one_devices_losses_and_resumes(tmp_path):
     pytest.importorskip("flax")
     whole = example(tmp_path, "train_flax.py", "steps=3", "devices=1", "folder=one")
-    parts = [example(tmp_path, "train_flax.py", f"steps={n}", "devices=4", "folder=four") for n in (2, 3)]
+    words = "devices=4", "save_every=1", "folder=four"
+    parts = [example(tmp_path, "train_flax.py", f"steps={n}", *words) for n in (2, 3)]
+    assert {"2", "3"} <= {path.name for path in (tmp_path / "four").iterdir()}
     assert [len(part) for part in parts] == [2, 1]
     assert np.allclose([*parts[0], *parts[1]], whole, atol=2e-5) and whole[-1] < whole[0] - 0.5
 

@@ -10,10 +10,11 @@ import pytest
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
+from jax.sharding import AxisType  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ringattn as ra  # noqa: E402
-import ringattn.jax as rj  # noqa: E402
+from ringattn.jax import layers  # noqa: E402
 from tests.test_jax_programs import close, expect  # noqa: E402
 
 T = 61
@@ -39,11 +40,12 @@ def dense(q, k, v, ids):
     return np.einsum("bhts,bshd->bthd", p / np.maximum(p.sum(-1, keepdims=True), 1e-300), v)
 
 
-@pytest.fixture(scope="module")
-def plan():
+@pytest.fixture(scope="module", params=["Auto", "Explicit"])
+def plan(request):
     return ra.plan(
-        rj.init_mesh(ring=2, ulysses=2, devices=jax.devices()[:4]), seq_len=T, strategy="ring", layout="zigzag"
-    )
+        jax.make_mesh((2, 2, 2), ("data", "ring", "ulysses"), axis_types=(AxisType[request.param],) * 3),
+        seq_len=T, strategy="ring", layout="zigzag",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_eager_gradients_and_linear_attention_compile_once_a_size_too(plan, smal
 
 def test_inside_shard_map_ids_are_this_devices(plan, small):
     ids = packing(np.random.default_rng(3))
-    cut = P(None, ("ring", "ulysses"))
+    cut = P("data", ("ring", "ulysses"))
 
     @partial(jax.shard_map, mesh=plan.ring_axis.mesh, in_specs=(cut, cut, cut, cut), out_specs=cut)
     def local(ids, *x):
@@ -109,10 +111,23 @@ def test_inside_shard_map_ids_are_this_devices(plan, small):
     assert np.abs(np.asarray(found) - dense(*small, ids)).max() < 5e-6
 
 
-def test_tokens_beyond_most_documents_see_nothing(small):
-    ids = np.repeat([[5, 2, 9]], 2, 0).repeat([20, 21, 20], 1)
-    found = jax.jit(lambda ids: ra.attention(*small, docs=ra.Docs.from_segment_ids(ids, 2)))(ids)
-    close(found, dense(*small, np.where(ids == 9, 0, ids)).astype(np.float32))
+def test_a_row_with_more_documents_than_most_is_nan(small):
+    ids = np.repeat([[5, 2, 9], [5, 2, 2]], [20, 21, 20], 1)
+
+    @jax.jit
+    def results(ids):
+        docs = ra.Docs.from_segment_ids(ids, 2)
+        out, lse = ra.attention(*small, docs=docs, return_lse=True)
+        queries, spec = ra.Docs.from_lengths([[20, 41]] * 2), ra.AttentionSpec(causal=False)
+        keys = ra.attention(*small, spec=spec, docs=queries, key_docs=docs)
+        linear, state = ra.linear_attention(small[1], *small[1:], docs=docs, return_state="documents")
+        return out, lse, keys, linear, state.reshape(2, 2, -1), layers.token_mean(small[0][..., 0, 0], docs=docs)
+
+    out, *others, mean = results(ids)
+    for x in (out, *others):
+        assert np.isnan(x[0]).all() and np.isfinite(x[1]).all()
+    assert np.isnan(mean)
+    close(out[1:], dense(*(x[1:] for x in small), ids[1:]).astype(np.float32))
 
 
 def test_ids_that_are_no_documents_are_refused():

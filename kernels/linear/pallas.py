@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ringattn.kernels.linear.jax_chunkwise import CHUNK, LOWEST, Map
-from ringattn.kernels.varying import axes_of, vary
+from ringattn.kernels.varying import axes_of, in_turn, vary
 
 NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))  # a @ b and a @ b^T
 TN = (((0,), (0,)), ((), ()))  # a^T @ b
@@ -142,10 +142,10 @@ def run(kernel: Any, rows: Rows, starts: list[Array], results: Any, states: Any,
     given = [(x, spec) for x, spec in zip(rows, specs, strict=True) if x is not None]
     given += [(x, whole(n, x.shape)) for x in starts]
     operands = vary([x for x, _ in given], axes_of([x for x, _ in given]))
-    kind = {"manual_axis_type": jax.typeof(operands[0]).manual_axis_type}
+    kind = {"manual_axis_type": jax.typeof(jnp.int32(0) if interpret else operands[0]).manual_axis_type}
     out_shape = [jax.ShapeDtypeStruct(shape, dtype, **kind) for shape, dtype, _ in results]
     names = [name for name, x in zip(Rows._fields, rows, strict=True) if x is not None]
-    return pl.pallas_call(
+    call = pl.pallas_call(
         partial(kernel, names=names),
         grid=(R, H // n, rows.chunks),
         in_specs=[spec for _, spec in given],
@@ -160,7 +160,8 @@ def run(kernel: Any, rows: Rows, starts: list[Array], results: Any, states: Any,
         ),
         interpret=interpret,
         name=getattr(kernel, "func", kernel).__name__,
-    )(*operands)
+    )
+    return in_turn(lambda x: call(*x), operands) if interpret else call(*operands)
 
 
 def outputs_kernel(*refs: Any, names: list[str], scale: float) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ringattn.jax.lookup import cut_as, entry, rows_of, uncut, up_to
 from ringattn.kernels.arrays import accumulator
 from ringattn.masks.spec import Docs
 from ringattn.plans.plan import Plan
@@ -36,8 +37,8 @@ def rope(x_BTHD: Array, positions_T: Array, theta: float = 10000.0) -> Array:
     for digit in range(4):  # positions have 31 bits
         angles = np.arange(DIGIT if digit < 3 else 2)[:, None] * float(DIGIT**digit) * rates
         at = (positions_T // DIGIT**digit) % DIGIT
-        cos, sin = (jnp.asarray(f(angles), accumulator(x_BTHD))[at] for f in (np.cos, np.sin))
-        digits.append((cos, sin))
+        cos, sin = (jnp.asarray(f(angles), accumulator(x_BTHD)) for f in (np.cos, np.sin))
+        digits.append((rows_of(cos, at), rows_of(sin, at)))
     cos, sin = reduce(lambda a, b: (a[0] * b[0] - a[1] * b[1], a[1] * b[0] + a[0] * b[1]), digits)
     cos, sin = cos[..., None, :], sin[..., None, :]
     a, b = jnp.split(x_BTHD.astype(cos.dtype), 2, -1)
@@ -48,14 +49,16 @@ def causal_convolution(x_BTC: Array, weight_CW: Array, plan: Plan | None = None,
     """y[t] = sum_w weight[:, w] * x[t - w] within t's document; only the last W - 1 tokens of each segment travel."""
     B, T, C = x_BTC.shape
     W, order = weight_CW.shape[1], np.arange(T) if plan is None else plan.tokens.order()
-    segment = gcd(T, *(np.flatnonzero(np.diff(order) != 1) + 1).tolist())
+    cuts = [] if plan is None else [plan.local_len]
+    segment = gcd(T, *cuts, *(np.flatnonzero(np.diff(order) != 1) + 1).tolist())
     if segment < W - 1:
         raise ValueError(f"a convolution over {W} tokens needs longer segments than {segment} tokens; use zigzag")
     firsts = order[::segment]
     before = np.searchsorted(np.sort(firsts), firsts) - 1  # the place in the sequence of the segment before each
     before = np.argsort(firsts)[before]
     parts = x_BTC.reshape(B, -1, segment, C)
-    tails = jnp.where((firsts == 0)[:, None, None], 0, parts[:, before, segment - (W - 1) :])
+    tails = uncut(parts[:, :, segment - (W - 1) :], 1)[:, before]
+    tails = cut_as(jnp.where((firsts == 0)[:, None, None], 0, tails), parts)
     rows = jnp.concatenate([tails, parts], 2)
     at = positions_of(x_BTC, plan)
     start = jnp.zeros((1, T), int) if docs is None else start_of(at, docs)
@@ -67,9 +70,7 @@ def causal_convolution(x_BTC: Array, weight_CW: Array, plan: Plan | None = None,
 
 def start_of(positions_T: Array, docs: Docs) -> Array:
     """Where the document of each token begins, [rows, T]."""
-    starts = jnp.asarray(docs.starts)
-    document = jax.vmap(lambda row: jnp.searchsorted(row, positions_T, side="right") - 1)(starts)
-    return jnp.take_along_axis(starts, document, 1)
+    return entry(docs.starts, up_to(docs.starts, positions_T) - 1)
 
 
 def token_mean(
@@ -79,9 +80,11 @@ def token_mean(
     counted = jnp.broadcast_to(True if mask is None else mask.astype(bool), losses_BT.shape)
     if plan is not None:
         counted &= plan.real_tokens()
+    ends = jnp.zeros(()) if docs is None else jnp.asarray(docs.starts)[:, -1:]
     if docs is not None:
-        counted &= positions_of(losses_BT, plan) < jnp.asarray(docs.starts)[:, -1:]
-    return jnp.where(counted, losses_BT, 0).sum() / jnp.maximum(counted.sum(), 1)
+        counted &= positions_of(losses_BT, plan) < ends
+    mean = jnp.where(counted, losses_BT, 0).sum() / jnp.maximum(counted.sum(), 1)
+    return jnp.where((ends < 0).any(), jnp.nan, mean)  # a row of too many documents
 
 
 def cross_entropy(

@@ -19,6 +19,7 @@ from ringattn.check.attention import of_packed, of_shapes
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, automatic_axes, platform
 from ringattn.jax.attention.steps import local_positions
+from ringattn.jax.lookup import up_to
 from ringattn.layouts.layout import Layout
 from ringattn.masks.spec import Docs, raise_if, whole
 from ringattn.plans.plan import Plan
@@ -77,8 +78,7 @@ def roll(x: Array, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None 
     if problem or (docs is not None and dim == 0 and len(docs.starts) > 1):
         raise ValueError(problem or f"dim=0: {docs} are of the rows of dim 0, which cannot be the sequence too")
     at, ends = jnp.arange(T), jnp.array([[T]]) if docs is None else jnp.asarray(docs.starts)[:, 1:]
-    document = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))
-    here, source = document(ends, at), document(ends, at - count)
+    here, source = up_to(ends, at), up_to(ends, at - count)
     inside = (here == source) & (here < ends.shape[1]) & (at >= count)  # tokens after the documents are in none
     shape = [T if i == dim else len(inside) if i == 0 else 1 for i in range(x.ndim)]
     moved = jnp.take(unshard(x, plan, dim), jnp.clip(at - count, 0, T - 1), dim)

@@ -1,6 +1,5 @@
 """Packed documents from the id of each token, as data pipelines write them. In numpy, or in JAX while it traces."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,35 +24,42 @@ def docs_of(ids: Any, most: int | None, plan: Any, padding: int | None) -> Docs:
     if room is not None and max(counts) > room:
         raise ValueError(f"row {np.argmax(counts)} of the ids has {max(counts)} documents, more than most={most}")
     room = max(1, *counts) if room is None else room
-    return Docs.unchecked(np.stack([starts_of(row, room, padding, np) for row in rows]), rows.shape[1])
+    return Docs.unchecked(starts_of(rows, room, padding, np), rows.shape[1])
 
 
 def traced_docs(ids: Any, most: int | None, padding: int | None) -> Docs:
-    """Docs with traced starts."""
+    """Docs with traced starts; -1 in a row of more than `most` documents, whose results are NaN."""
     import jax
-    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
 
     if most is None:
         raise ValueError("these ids are traced (jit, grad, vmap): pass most=, the most documents of a row of the batch")
-    starts = jax.vmap(partial(starts_of, most=most, padding=padding, xp=jnp))(ids)
-    return Docs.bare(starts.astype(jnp.int32), ids.shape[1])
+    there = jax.typeof(ids).sharding
+    if there.spec[1] is not None:  # an explicit axis cuts the tokens
+        ids = jax.reshard(ids, there.update(spec=P(there.spec[0], None)))
+    starts = starts_of(ids, most, padding, jax.numpy)
+    starts = jax.numpy.where(starts[:, -1:] < end_of(ids, padding, jax.numpy), -1, starts)
+    return Docs.bare(starts.astype(jax.numpy.int32), ids.shape[1])
 
 
 def starts_of(ids: Any, most: int, padding: int | None, xp: Any) -> Any:
-    """[T] -> [most + 1]: where each run of equal ids begins, and where the last one ends."""
-    run = xp.concatenate([xp.zeros(1, int), xp.cumsum(ids[1:] != ids[:-1])])  # the number of each token's run
-    starts = xp.searchsorted(run, xp.arange(most + 1))
-    return starts if padding is None else xp.minimum(starts, end_of(ids, padding, xp))
+    """[R, T] -> [R, most + 1]: where each run of equal ids begins, and where the last one ends."""
+    T, at = ids.shape[1], xp.arange(ids.shape[1])
+    begins = xp.concatenate([ids[:, :1] == ids[:, :1], ids[:, 1:] != ids[:, :-1]], 1)  # the first token begins one
+    starts = xp.sort(xp.where(begins, at, T), 1)[:, : most + 1]
+    starts = xp.pad(starts, ((0, 0), (0, max(0, most + 1 - T))), constant_values=T)
+    return xp.minimum(starts, end_of(ids, padding, xp))
 
 
 def end_of(ids: Any, padding: int | None, xp: Any) -> Any:
-    """The number of tokens without the padding at the end."""
-    return xp.where(ids == padding, 0, xp.arange(1, len(ids) + 1)).max()
+    """The number of tokens of each row without the padding at its end, [R, 1]."""
+    at = xp.arange(1, ids.shape[1] + 1)
+    return xp.where(ids == ids if padding is None else ids != padding, at, 0).max(1, keepdims=True)
 
 
 def documents_in(ids: Row, padding: int | None) -> int:
     """The number of documents in a row; an error if an id comes back after another one."""
-    ids = ids if padding is None else ids[: end_of(ids, padding, np)]
+    ids = ids if padding is None else ids[: end_of(ids[None], padding, np)[0, 0]]
     if not len(ids):
         return 0
     starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))

@@ -213,8 +213,8 @@ class Docs:
         Equal ids in a row of tokens are one document. Tokens at the end with the id `padding` are padding; None means
         that there is none. With `plan` the ids are in its order, as `plan.shard(ids)` returns them.
 
-        In JAX the ids may be traced. `most` is required then: the most documents of a row of the batch. Tokens of
-        further documents see nothing. Where the ids are known, further documents are an error.
+        In JAX the ids may be traced. `most` is required then: the most documents of a row of the batch. Results for
+        a row with more are NaN. Where the ids are known, further documents are an error.
 
         >>> Docs.from_segment_ids([7, 7, 7, 9, 9, 0]).starts.tolist()
         [[0, 3, 5]]

@@ -28,7 +28,7 @@ from ringattn.kernels.attention.pallas.worklist import (
     staying,
 )
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.varying import axes_of, vary
+from ringattn.kernels.varying import axes_of, in_turn, vary
 
 LOG2E = math.log2(math.e)
 
@@ -142,39 +142,45 @@ class Walk(NamedTuple):
         work = (by_queries if self.queries_stay else by_keys)(setup.ranges, setup.key_blocks)
         operands = [x for x, _ in (*queries, *keys)] + [setup.begin, setup.end]
         entries, steps, operands = vary((work.entries.reshape(-1), work.steps, operands), setup.axes)
-        grid: tuple[int, ...] = (B, H // setup.shared, setup.shared, steps)
         order: list[Any] = ["parallel"] * 3 + ["arbitrary"]
-        if not self.queries_stay:
-            grid = (*grid[:2], steps, setup.shared)
         if heads or not self.queries_stay:
             order[2] = "arbitrary"
-        kind = {"manual_axis_type": jax.typeof(operands[0]).manual_axis_type}
+        kind = {"manual_axis_type": jax.typeof(jnp.int32(0) if setup.interpret else operands[0]).manual_axis_type}
         shapes = [shape for shape, _ in results] + heads
         out_shape = [jax.ShapeDtypeStruct((B, *shape), jnp.float32, **kind) for shape in shapes]
         pairs = B * H * T * setup.k.shape[2]
-        return pl.pallas_call(
-            partial(kernel, walk=self),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
-                grid=grid,
-                in_specs=[self.spec(x.shape, dim) for x, dim in queries]
-                + [self.spec(x.shape, dim, keys=True) for x, dim in keys]
-                + [self.intervals()] * 2,
-                out_specs=[self.spec((B, *shape), dim, keys=not self.queries_stay) for shape, dim in results]
-                + [whole_head(shape) for shape in heads],
-                scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch],
-            ),
-            out_shape=out_shape,
-            input_output_aliases={1 + i: result for i, result in (onto or {}).items()},
-            compiler_params=pltpu.CompilerParams(dimension_semantics=tuple(order), vmem_limit_bytes=setup.blocks.vmem),
-            cost_estimate=pl.CostEstimate(
-                flops=2 * products * D * pairs,
-                transcendentals=pairs,
-                bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*operands, *out_shape)),
-            ),
-            interpret=setup.interpret,
-            name=getattr(kernel, "func", kernel).__name__,
-        )(entries, *operands)
+
+        def call(given: Any) -> Any:
+            entries, steps, operands = given
+            inner = (setup.shared, steps) if self.queries_stay else (steps, setup.shared)
+            return pl.pallas_call(
+                partial(kernel, walk=self),
+                grid_spec=pltpu.PrefetchScalarGridSpec(
+                    num_scalar_prefetch=1,
+                    grid=(B, H // setup.shared, *inner),
+                    in_specs=[self.spec(x.shape, dim) for x, dim in queries]
+                    + [self.spec(x.shape, dim, keys=True) for x, dim in keys]
+                    + [self.intervals()] * 2,
+                    out_specs=[self.spec((B, *shape), dim, keys=not self.queries_stay) for shape, dim in results]
+                    + [whole_head(shape) for shape in heads],
+                    scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch],
+                ),
+                out_shape=out_shape,
+                input_output_aliases={1 + i: result for i, result in (onto or {}).items()},
+                compiler_params=pltpu.CompilerParams(
+                    dimension_semantics=tuple(order), vmem_limit_bytes=setup.blocks.vmem
+                ),
+                cost_estimate=pl.CostEstimate(
+                    flops=2 * products * D * pairs,
+                    transcendentals=pairs,
+                    bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*operands, *out_shape)),
+                ),
+                interpret=setup.interpret,
+                name=getattr(kernel, "func", kernel).__name__,
+            )(entries, *operands)
+
+        given = entries, steps, operands
+        return in_turn(call, given) if setup.interpret else call(given)
 
 
 def whole_head(shape: tuple[int, ...]) -> pl.BlockSpec:

@@ -181,7 +181,17 @@ def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]
         q, k, v = landed(ulysses.enter((q, k, v), axis))
         here = exchange(call, (q, k, v, sinks_of(sinks, axis)), starts)
         out, lse = landed(ulysses.leave(here, axis))
-    return ulysses.cleared(out, real), ulysses.cleared(lse, real, NEVER)
+    return spoiled(ulysses.cleared(out, real), *starts[:2]), spoiled(ulysses.cleared(lse, real, NEVER), *starts[:2])
+
+
+def spoiled(x: Array, *starts: Any) -> Array:
+    """`x` with NaN in rows of the batch whose traced ids have more documents than there is room for."""
+    for each in starts:
+        if each is not None:
+            bad = each[:, -1] < 0
+            bad = bad if len(bad) == 1 else jnp.repeat(bad, x.shape[0] // len(bad))  # a state a document
+            x = jnp.where(bad.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+    return x
 
 
 def sinks_of(sinks: Array | None, axis: MeshAxis, group: Any = 0, groups: int = 1) -> Array | None:

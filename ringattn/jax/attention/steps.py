@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from ringattn.comms.jax import automatic_axes, generation
+from ringattn.jax.lookup import entry, up_to
 from ringattn.kernels.attention.libraries import jax_cudnn, jax_splash
 from ringattn.kernels.attention.pallas.blocks import Blocks, limit_of
 from ringattn.kernels.families import over_families_in_jax
@@ -78,22 +79,27 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any, sp
         return [looked_up(family, positions) for family in mask.families]
     begin, end = jnp.zeros_like(p), jnp.full_like(p, key_len)
     if starts is not None:
-        starts = jnp.asarray(starts, jnp.int32)
-        limits = starts if key_starts is None else jnp.asarray(key_starts, jnp.int32)
+        starts = numbered(starts)
+        limits = starts if key_starts is None else numbered(key_starts)
         limits = jnp.pad(limits, ((0, 0), (0, 1)), mode="edge")  # the last document is the padding, and is empty
-        i = jax.vmap(lambda row: jnp.searchsorted(row, positions, side="right"))(starts) - 1
-        begin, end = jnp.take_along_axis(limits, i, 1), jnp.take_along_axis(limits, i + 1, 1)
+        i = up_to(starts, positions) - 1
+        begin, end = entry(limits, i), entry(limits, i + 1)
         if key_starts is not None:
             lasts = jnp.pad(starts, ((0, 0), (0, 1)), mode="edge")
-            own = p + (end - jnp.take_along_axis(lasts, i + 1, 1))
+            own = p + (end - entry(lasts, i + 1))
     seen = intervals(spec, own, begin, end, None if spans is None else span_of(jnp.asarray(spans, jnp.int32), p))
     return [(jnp.where(p < seq_len, low, key_len), jnp.where(p < seq_len, high, key_len)) for low, high in seen]
 
 
+def numbered(starts: Any) -> Array:
+    """The starts as int32; a row of -1, which had too many documents, has none."""
+    return jnp.maximum(jnp.asarray(starts, jnp.int32), 0)
+
+
 def span_of(spans: Array, p: Array) -> Side:
     """Start and stop of the span of each position; for those in none, a start behind all and a stop before all."""
-    j = jax.vmap(lambda row: jnp.searchsorted(row, p[0], side="right"))(spans[..., 0]) - 1
-    start, stop = (jnp.take_along_axis(spans[..., i], jnp.maximum(j, 0), 1) for i in (0, 1))
+    j = up_to(spans[..., 0], p) - 1
+    start, stop = (entry(spans[..., i], jnp.maximum(j, 0)) for i in (0, 1))
     inside = (j >= 0) & (p < stop)
     return jnp.where(inside, start, jnp.iinfo(jnp.int32).max), jnp.where(inside, stop, 0)
 

@@ -18,10 +18,11 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ringattn.jax.attention.function import real_tokens
-from ringattn.jax.attention.steps import local_positions
+from ringattn.jax.attention.steps import local_positions, numbered
 from ringattn.jax.attention.ulysses import cleared
 from ringattn.jax.linear.documents import Documents
 from ringattn.jax.linear.states import KEPT, exchange, summed
+from ringattn.jax.lookup import entry, up_to
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import jax_chunkwise as chunkwise
 from ringattn.kernels.linear import pallas
@@ -76,7 +77,7 @@ class Laid(NamedTuple):
 
     def begin(self, plan: Plan) -> Array | None:
         """Where each token's document began: see `begins`."""
-        return None if self.starts is None else begins(plan, self.starts, self.batch, segments(plan))
+        return None if self.starts is None else begins(plan, numbered(self.starts), self.batch, segments(plan))
 
     def way(self, call: Call) -> Any:
         """How states travel."""
@@ -99,7 +100,7 @@ def on_device(call: Call, arrays: Arrays, starts: Any, precomputed: Array | None
     plan, x = call.plan, Laid.out(call, arrays, starts)
     q, k = (jnp.repeat(each, x.v.shape[2] // each.shape[2], 2) for each in (x.q, x.k))  # a copy for each value head
     v, g, beta, start, way = x.v, x.g, x.beta, x.start, x.way(call)
-    documents = Documents(plan, starts, x.batch, segments(plan)) if call.documents else None
+    documents = Documents(plan, numbered(starts), x.batch, segments(plan)) if call.documents else None
     begin = None if documents else x.begin(plan)
     if documents:
         initial, start = documents.initial(start), jnp.zeros_like(start, shape=(x.batch, *start.shape[1:]))
@@ -206,9 +207,8 @@ def begins(plan: Plan, starts: Array, batch: int, parts: int) -> Array:
     Padding continues the last document; a row's first document, even an empty one, continues from the initial state.
     """
     at = local_positions(plan)
-    i = jax.vmap(partial(jnp.searchsorted, side="right"))(starts, jnp.minimum(at, starts[:, -1:] - 1)) - 1
-    i = i.reshape(len(starts), parts, -1)  # -1 if a row has no tokens
-    first = jnp.take_along_axis(starts[:, None], i, 2)
+    i = up_to(starts, jnp.minimum(at, starts[:, -1:] - 1)) - 1  # -1 if a row has no tokens
+    i, first = (x.reshape(len(starts), parts, -1) for x in (i, entry(starts, i)))
     local = jnp.where(i <= 0, BEFORE, first - at.reshape(parts, -1)[:, :1])
     if parts > 1:
         local = jnp.broadcast_to(local, (batch, *local.shape[1:]))

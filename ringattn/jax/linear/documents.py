@@ -9,7 +9,6 @@ begins, a chunk's map takes the document's initial state in the place of what wa
 states travel as without documents. Documents may be traced, so N is the most chunks that n documents can need.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ringattn.jax.attention.steps import local_positions
+from ringattn.jax.lookup import entry, up_to
 from ringattn.kernels.linear.jax_chunkwise import CHUNK, Map
 from ringattn.plans.plan import Plan
 
@@ -43,17 +43,15 @@ class Documents:
 
         chunk, token = jnp.arange(self.N, dtype=behind.dtype), jnp.arange(T, dtype=behind.dtype)
         self.document = of_ranges(behind, chunk)  # [R, N]
-        at_first = jnp.take_along_axis(behind - chunks, self.document, 1) == chunk
-        self.fresh = at_first & jnp.take_along_axis(self.begun, self.document, 1)  # whether a document begins with it
-        inner = (chunk - jnp.take_along_axis(behind - chunks, self.document, 1))[..., None] * CHUNK + jnp.arange(CHUNK)
-        source = jnp.take_along_axis(lo, self.document, 1)[..., None] + inner
-        inside = (chunk < behind[:, -1:])[..., None] & (source < jnp.take_along_axis(hi, self.document, 1)[..., None])
+        at_first = entry(behind - chunks, self.document) == chunk
+        self.fresh = at_first & entry(self.begun, self.document)  # whether a document begins with it
+        inner = (chunk - entry(behind - chunks, self.document))[..., None] * CHUNK + jnp.arange(CHUNK)
+        source = entry(lo, self.document)[..., None] + inner
+        inside = (chunk < behind[:, -1:])[..., None] & (source < entry(hi, self.document)[..., None])
         self.source = jnp.where(inside, source, -1).reshape(lo.shape[0], -1)  # [R, N * C]: which token; -1: none
         mine = of_ranges(hi, token)  # [R, T]
-        into = jnp.take_along_axis((behind - chunks) * CHUNK - lo, mine, 1) + token
-        self.into = jnp.where(
-            (token >= jnp.take_along_axis(lo, mine, 1)) & (token < hi.max(1, keepdims=True)), into, -1
-        )
+        into = entry((behind - chunks) * CHUNK - lo, mine) + token
+        self.into = jnp.where((token >= entry(lo, mine)) & (token < hi.max(1, keepdims=True)), into, -1)
 
     def laid_out(self, x: Array) -> Array:
         """[R, T, ...] as [R, N * C, ...]; zeros where a chunk is filled up."""
@@ -96,8 +94,7 @@ class Documents:
 
 def of_ranges(ends: Array, x: Array) -> Array:
     """The range that each x [X] lies in, [R, X]; range i of a row ends at ends[i], the last one has no end."""
-    number = jax.vmap(partial(jnp.searchsorted, v=x, side="right"))(ends)
-    return jnp.minimum(number, ends.shape[1] - 1)
+    return jnp.minimum(up_to(ends, x), ends.shape[1] - 1)
 
 
 @jax.custom_vjp

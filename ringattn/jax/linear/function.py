@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
-from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, whole_numbers
+from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, spoiled, whole_numbers
 from ringattn.jax.check import of_dtypes
 from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_device
 from ringattn.jax.linear.states import KEPT
@@ -127,6 +127,8 @@ def alone(call: Call) -> Any:
 
 def recomputed(call: Call) -> Any:
     """`on_device`, of which the inputs and the states before chunks are kept for backward, and nothing else."""
-    if call.kernel == "pallas":
-        return partial(by_kernel, call)
-    return jax.checkpoint(partial(on_device, call), policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+    part: Any = partial(by_kernel, call)
+    if call.kernel != "pallas":
+        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+        part = jax.checkpoint(partial(on_device, call), policy=policy)
+    return lambda arrays, starts: jax.tree.map(lambda x: spoiled(x, starts), part(arrays, starts))
