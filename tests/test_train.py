@@ -16,7 +16,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run as run_ranks
-from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
+from ringattn.conf.schema import Cluster, Data, Model, Strategy, Train
 from ringattn.launch.processes import RankError
 from ringattn.launch.train import data, dry, estimate, metrics, model, parallelize, report, torchrun
 from ringattn.launch.train import ray as on_ray
@@ -91,22 +91,6 @@ def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path
         assert expected[-1] < expected[0]
         # after a few steps of Adam, which divides small gradients by their size, rounding alone makes 1e-5
         assert np.abs(np.subtract(result, expected)).max() <= 2e-5, f"{name}: {result} and {expected}"
-
-
-@pytest.mark.slow
-def test_thirty_steps_on_2_ranks_are_those_of_one(tmp_path):
-    long = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, layers=1), steps=30)
-    (single,) = over(1, {"alone": long}, tmp_path).values()
-    (result,) = over(2, {"ring": dataclasses.replace(long, strategy=Strategy(layout="zigzag"))}, tmp_path).values()
-    np.testing.assert_allclose(result, single, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_it_learns(tmp_path):
-    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 200)
-    config = dataclasses.replace(TINY, data=Data(path=str(tmp_path / "text")), steps=25, optimizer=Optimizer(lr=1e-2))
-    results = over(1, {"learns": config}, tmp_path)["learns"]
-    assert results[-1] < 0.5 * results[0], results
 
 
 @pytest.mark.slow
@@ -218,15 +202,6 @@ def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
     assert [r["kind"] for r in metrics.read(tmp_path / "metrics.jsonl")] == ["memory", "eval", "step"]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_log_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    log = metrics.Log(tmp_path, TINY)
-    with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or use folder=PATH"):
-        log.write({"kind": "step", "step": 1})
-    log.close()
-
-
 def test_packed_documents_are_as_if_each_were_alone(tmp_path):
     import torch
 
@@ -285,10 +260,16 @@ def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strateg
         ({"cluster": Cluster(kind="torchrun")}, "no ranks were started; run torchrun"),
         ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),
         ({"model": Model(vocab=100)}, "use model.vocab=256"),
-        ({"strategy": Strategy(data=3)}, "strategy.data=3 x ulysses=1 does not divide 2 ranks"),
-        ({"strategy": Strategy(ring=3)}, "make the product 2, or start 3 ranks"),
-        ({"strategy": Strategy(ring=1)}, "is 1, not the 2 ranks; make the product 2, or start 1 rank\n"),
-        ({"strategy": Strategy(keys="ulysses", ulysses=None, data=3)}, "data=3 x ring=1 does not divide 2 ranks"),
+        (
+            {"strategy": Strategy(data=3)},
+            "strategy.data=3 x ring=None x ulysses=1 does not make 2 ranks; change these, or start a multiple of 3\n",
+        ),
+        ({"strategy": Strategy(ring=3)}, "does not make 2 ranks; change these, or start 3\n"),
+        ({"strategy": Strategy(ring=1)}, "ring=1 x ulysses=1 does not make 2 ranks"),
+        (
+            {"strategy": Strategy(keys="ulysses", ulysses=None, data=3)},
+            "strategy.data=3 x ring=1 x ulysses=None does not make 2 ranks",
+        ),
         ({"model": Model(heads=2, kv_heads=1, dim=32), "strategy": Strategy(kernel="cudnn")}, "cuDNN"),
         ({"device": "cuda"}, "torch sees no GPU"),
     ],
@@ -370,12 +351,8 @@ def test_an_elastic_run_fits_any_number_of_ranks_or_is_refused_before_it_begins(
     config, _ = on_ray.sized(asked, have)
     split = {ranks: train.resolved(on_ray.fitted(config, ranks), ranks).strategy for ranks in (1, 2, 3, 4)}
     assert {r: (s.ring, s.ulysses) for r, s in split.items()} == {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (1, 4)}
-    for wrong, message in (
-        (Strategy(data=2), "accumulate=2 strategy.data=1"),
-        (Strategy(ring=1, ulysses=None, keys="ulysses"), "use strategy=ring"),
-        (Strategy(ring=2), "leave it out"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for wrong in (Strategy(data=2), Strategy(ring=1, ulysses=None, keys="ulysses"), Strategy(ring=2)):
+        with pytest.raises(ValueError, match="needs a strategy for any number of ranks"):
             on_ray.sized(dataclasses.replace(asked, strategy=wrong), have)
 
 

@@ -55,9 +55,7 @@ def test_without_arguments_the_configuration_is_the_schema():
     [
         (["strategy.rnig=2"], "no key 'strategy.rnig'; did you mean 'strategy.ring'?"),
         (["+sp.rnig=4"], "no key 'sp.rnig'; did you mean 'strategy.ring'?"),
-        (["++model.dmi=4"], "no key 'model.dmi'; did you mean 'model.dim'?"),
         (["seqlen=4"], "no key 'seqlen'; did you mean 'seq_len'?"),
-        (["modle=tiny"], "no key 'modle'; did you mean 'model'?"),
         (["model=tinny"], "model=tinny: choose one of block8b, hybrid, small, tiny; did you mean 'tiny'?"),
         (["strategy.layout=zigzga"], "did you mean 'zigzag'?"),
         (["seq_len=0"], "seq_len=0: must be above 0"),
@@ -65,12 +63,9 @@ def test_without_arguments_the_configuration_is_the_schema():
         (["run=../x"], "is a name inside folder=runs"),
         (["seq_len=abc"], "seq_len: expected a whole number; Value 'abc'"),
         (["model.window=wide"], "model.window: expected a whole number or null; Value 'wide'"),
-        (["run=a(b"], "run=a(b: "),
         (["run='a\x1b[31m'"], r"run='a\x1b[31m': text must be without control characters"),
-        (["nproc=0"], "nproc=0: must be above 0"),
         (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
         (["optimizer.beta1=2"], "optimizer.beta1=2.0: must be below 1"),
-        (["optimizer.beta2=-0.1"], "optimizer.beta2=-0.1: must be 0 or above"),
         (["optimizer.lr=inf"], "optimizer.lr=inf: must be a number, and finite"),
         (["data.documents=300"], "data.documents=300 ends no document: bytes are 0 to 255"),
         (
@@ -83,7 +78,6 @@ def test_without_arguments_the_configuration_is_the_schema():
         (["optimizer=adam"], "str is not a subclass of Optimizer"),
         (["optimizer={lrr:3}"], "no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
         (["seq_len"], "seq_len: give seq_len=VALUE"),
-        (["seqlen=3"], "no key 'seqlen'; did you mean 'seq_len'?"),
         (["~optimizer.lr"], "~optimizer.lr: give optimizer.lr=VALUE"),
         (["model=tiny,small"], "model=tiny,small: several values are a sweep; add --multirun"),
         (
@@ -93,13 +87,10 @@ def test_without_arguments_the_configuration_is_the_schema():
         (["seq_len=${nowhere}"], "Interpolation key 'nowhere' not found"),
         (["--config-dir", "/nope"], "--config-dir /nope: there is no such folder"),
         (["--cfgg", "job"], "no option --cfgg; did you mean '--cfg'?"),
-        (["--experimental-rerun", "x"], "no option --experimental-rerun"),
         (["run=x${oc.env:HOME}"], "${oc.env:HOME} is refused"),
         (["seq_len=${oc.env:HOME,3}"], "${oc.env:HOME} is refused"),
         (["-m", "run=a,${oc.env:HOME}"], "${oc.env:HOME} is refused"),
-        (["hydra.verbose=true"], "no key 'hydra.verbose'"),
         (["+hydra.callbacks.x._target_=m.C"], "no key 'hydra.callbacks.x._target_'"),
-        (["hydra/launcher=basic"], "no key 'hydra/launcher'"),
         (["hydra.searchpath=[pkg://m]"], "no key 'hydra.searchpath'"),
     ],
 )
@@ -211,7 +202,7 @@ def test_ulysses_takes_all_ranks(words, size):
     ("choices", "message"),
     [
         ({"nproc": 1, "resume": "nowhere"}, "nowhere cannot be read"),
-        ({"nproc": 2, "strategy": schema.Strategy(keys="ulysses")}, "use strategy=ulysses or strategy.keys=ring"),
+        ({"nproc": 2, "strategy": schema.Strategy(keys="ulysses")}, "strategy='ulysses' means a ring axis of size 1"),
         ({"nproc": 2, "machine": "h10"}, "no such description or file; did you mean 'h100'?"),
         ({"nproc": 2, "machine": "h100"}, "it describes cuda, and device=cpu"),
     ],

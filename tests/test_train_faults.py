@@ -176,7 +176,7 @@ def test_a_wrong_call_under_torchrun_is_reported_once(tmp_path, monkeypatch):
     process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "strategy.data=3"))
     output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode != 0
-    assert output.count("strategy.data=3 x ulysses=1 does not divide 2 ranks") == 1
+    assert output.count("strategy.data=3 x ring=None x ulysses=1 does not make 2 ranks") == 1
     assert "Traceback" not in output.split("ChildFailedError")[0].split("torch/distributed")[0]
 
 

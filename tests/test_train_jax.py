@@ -61,7 +61,7 @@ def test_twenty_losses_equal_torchs(tmp_path):
 def test_an_impossible_setting_is_an_error_of_one_sentence(tmp_path, monkeypatch):
     done = start([str(EXAMPLE), "experiment=smoke", "strategy=hybrid", "nproc=3"], tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines()[-1].startswith("train_jax.py: strategy.data=1 x ulysses=2 does not divide 3 ranks")
+    assert "train_jax.py: strategy.data=1 x ring=None x ulysses=2 does not make 3 ranks" in done.stderr.splitlines()[-1]
     example = runpy.run_path(str(EXAMPLE))
     monkeypatch.setattr(example["jax"].config, "update", lambda name, value: None)
     monkeypatch.setattr(example["jax"], "devices", lambda: ["GPU 0", "GPU 1"])

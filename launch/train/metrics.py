@@ -23,21 +23,10 @@ from ringattn.conf.schema import Train
 PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 
 
-def peak_flops(device: torch.device) -> float:
-    """The peak flops of one rank: of a GPU from its data sheet, else measured with a large matrix product."""
-    if device.type == "cuda":
-        peaks = [peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name(device)]
-        if peaks:
-            return peaks[0]
-    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (768, torch.float32)
-    a, best = torch.randn(n, n, device=device, dtype=dtype), float("inf")
-    for _ in range(6):
-        start = time.perf_counter()
-        a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best
+def peak_flops(device: torch.device) -> float | None:
+    """The peak flops of one rank by its GPU's data sheet, None where it has none here."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for name, peak in PEAKS.items() if name in kind), None)
 
 
 class Memory:
@@ -77,9 +66,9 @@ def status(name: str) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def mfu(share: float, device: str = "cuda") -> str:
-    """The model flops utilization in words. A CPU has no data sheet: its peak is what a matrix product reaches here."""
-    return f"MFU {share:.0%}" if device == "cuda" else f"{share:.0%} of a matrix product's flops"
+def mfu(share: float | None) -> str:
+    """The model flops utilization in words, to follow others; nothing on a CPU."""
+    return "" if share is None else f", MFU {share:.0%}"
 
 
 def echo(text: str, stream: Any = None, end: str = "\n") -> None:
@@ -95,8 +84,8 @@ def echo(text: str, stream: Any = None, end: str = "\n") -> None:
 class Progress:
     """A line on the terminal that is overwritten; without a terminal, one line every few steps."""
 
-    def __init__(self, steps: int, every: int | None = None, stream: Any = None, device: str = "cuda"):
-        self.steps, self.stream, self.device = steps, stream or sys.stderr, device
+    def __init__(self, steps: int, every: int | None = None, stream: Any = None):
+        self.steps, self.stream = steps, stream or sys.stderr
         self.live = self.stream.isatty()
         self.every = every or (1 if self.live else -(-steps // 50))
         self.started = time.monotonic()
@@ -108,11 +97,10 @@ class Progress:
         elif step % self.every and step < self.steps:
             return
         left = (time.monotonic() - self.started) / max(1, step - self.first) * (self.steps - step)
-        text = "  ".join([
-            f"{step:>{len(str(self.steps))}}/{self.steps}", f"loss {row['loss']:.4f}",
-            f"{row['tokens_per_second']:,.0f} tokens/s", mfu(row["mfu"], self.device), f"{row['memory_mib']:,.0f} MiB",
-            f"{left:.0f} s left",
-        ])  # fmt: skip
+        text = (
+            f"{step:>{len(str(self.steps))}}/{self.steps}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} "
+            f"tokens/s{mfu(row['mfu'])}  {row['memory_mib']:,.0f} MiB  {left:.0f} s left"
+        )
         width = shutil.get_terminal_size().columns - 1
         echo(f"\r{text[:width]:<{width}}" if self.live else text, self.stream, end="" if self.live else "\n")
 

@@ -119,13 +119,11 @@ def sized(config: Train, cluster: dict[str, float]) -> tuple[Train, bool]:
 
 def check_elastic(s: Strategy) -> None:
     """Refuse what fits some numbers of ranks only, before a node is lost."""
-    if s.keys == "ulysses":
-        raise ValueError("strategy.keys=ulysses fits one number of ranks; use strategy=ring to be elastic")
-    if s.ring is not None:
-        raise ValueError(f"strategy.ring={s.ring} fits one number of ranks; leave it out to be elastic")
-    if s.data > 1:
-        instead = f"use accumulate={s.data} strategy.data=1 to be elastic"
-        raise ValueError(f"strategy.data={s.data} fits its multiples only; {instead}")
+    if s.keys == "ulysses" or s.ring is not None or s.data > 1:
+        raise ValueError(
+            f"cluster.at_least needs a strategy for any number of ranks, and strategy.keys={s.keys} ring={s.ring} "
+            f"data={s.data} are not: use strategy=ring without strategy.ring, and accumulate={s.data} for strategy.data"
+        )
 
 
 def fitted(config: Train, ranks: int) -> Train:

@@ -23,11 +23,12 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     main, *others = steps.values()
     if "first_step" not in summary or not main:
         return echo(f"nothing to train: already at step {step} of {config.steps}; give steps=N to go on", sys.stdout)
-    speed, used = (np.median([row[name] for row in main]) for name in ("tokens_per_second", "mfu"))
+    speed = np.median([row["tokens_per_second"] for row in main])
+    used = None if main[0]["mfu"] is None else float(np.median([row["mfu"] for row in main]))
     held_out = f", {summary['held_out']:.4f} on held-out text" if "held_out" in summary else ""
     lines = [
         f"loss {main[0]['loss']:.4f} -> {main[-1]['loss']:.4f} in {len(main)} steps{held_out}",
-        f"{speed:,.0f} tokens/s, {metrics.mfu(used, config.device)}, "
+        f"{speed:,.0f} tokens/s{metrics.mfu(used)}, "
         f"rank 0 held {max(row['memory_mib'] for row in main):,.0f} MiB at most, "
         f"first step after {summary['first_step']:.1f} s",
     ]

@@ -176,22 +176,12 @@ def resolved(config: Train, ranks: int | None) -> Train:
         ranks = config.nproc or there or (math.lcm(2, fixed) if filled else fixed)
         if device == "cuda" and ranks > gpus and not config.dry_run:
             raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
-    if filled and ranks % fixed:
-        other = f"ulysses={s.ulysses}" if s.ring is None else f"ring={s.ring}"
+    if ranks % fixed if filled else fixed != ranks:
         raise ValueError(
-            f"strategy.data={s.data} x {other} does not divide {plural(ranks)}; start a multiple of {fixed}"
-        )
-    if not filled and fixed != ranks:
-        raise ValueError(
-            f"strategy.data={s.data} x ring={s.ring} x ulysses={s.ulysses} is {fixed}, not the {plural(ranks)}; "
-            f"make the product {ranks}, or start {plural(fixed)}"
+            f"strategy.data={s.data} x ring={s.ring} x ulysses={s.ulysses} does not make {plural(ranks)}; "
+            f"change these, or start {'a multiple of ' * filled}{fixed}"
         )
     rest = ranks // fixed
-    if s.keys == "ulysses" and (s.ring or rest) > 1:
-        raise ValueError(
-            f"strategy.keys=ulysses has no ring, but the ring has {s.ring or rest} ranks; "
-            "use strategy=ulysses or strategy.keys=ring"
-        )
     precision = ("bfloat16" if device == "cuda" else "float32") if config.precision == "auto" else config.precision
     strategy = dataclasses.replace(s, ring=s.ring or rest, ulysses=s.ulysses or rest)
     return dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks)

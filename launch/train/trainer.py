@@ -136,8 +136,8 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
 def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop) -> bool:
     """Steps until the last one, or until a rank gets a request to stop; returns whether one did."""
     config, memory = job.config, metrics.Memory(job.device)
-    peak = metrics.peak_flops(job.device) * dist.get_world_size()
-    progress = metrics.Progress(config.steps, config.log_every, device=config.device) if log else None
+    peak, ranks = metrics.peak_flops(job.device), dist.get_world_size()
+    progress = metrics.Progress(config.steps, config.log_every) if log else None
     memory.reset()
     with profiler(job) as trace:
         while job.step < config.steps:
@@ -156,7 +156,8 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop
                     "kind": "step", "step": job.step, "loss": loss, "norm": norm,
                     "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,
                     "tokens_per_second": job.a_step * config.seq_len / seconds,
-                    "mfu": estimate.step_flops(job, job.step - 1) / seconds / peak, "memory_mib": memory.peak() / MIB,
+                    "mfu": estimate.step_flops(job, job.step - 1) / seconds / peak / ranks if peak else None,
+                    "memory_mib": memory.peak() / MIB,
                 }  # fmt: skip
                 log.write(row)
                 progress.show(job.step, row)
