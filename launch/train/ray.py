@@ -183,7 +183,8 @@ def one_rank(task: dict[str, Any]) -> None:
     from ringattn.launch.train.start import resolved
 
     patience, ranks = timedelta(seconds=task["config"].cluster.timeout), int(os.environ["WORLD_SIZE"])
-    store = torchrun.store(*task["meeting"], patience)
+    host, port = task["meeting"]
+    store = torchrun.store(host, port, patience)
     if store.check(["problem"]):
         return
     attempt = dist.PrefixStore(broadcast_from_rank_zero(secrets.token_hex(8)), store)
