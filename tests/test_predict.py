@@ -161,7 +161,7 @@ def test_memory_of_a_ring_is_what_its_loop_allocates(hosts, layout, given):
         travel=2,
         halves=False,
         kernel="triton",
-        own=True,
+        ours=True,
         mostly_own=False,
     )
     ringed(live, plan, sizes, course(Ring(plan.tokens, plan.tokens, spec, None, hosts), 8, together))

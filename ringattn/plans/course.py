@@ -91,7 +91,7 @@ class OfWholeBlocks:
     def __init__(self, ring: int, hosts: int, length: int, readers: Row, pairs: Row, together: int):
         self.ring, self.length, self.readers, self.pairs = ring, length, readers, pairs
         self.size = size = ring // hosts
-        met = pairs.reshape(hosts, size, -1).any(0)  # [ranks before, reader]: in any phase
+        met: Row = pairs.reshape(hosts, size, -1).any(0)  # [ranks before, reader]: in any phase
         self.distances = np.append(0, np.flatnonzero(pairs[size:].any(1).reshape(-1, size).any(1)) + 1)
         ranks = np.append(0, np.flatnonzero(met[1:].any(1)) + 1)
         within = grouped(lambda d: met[None, None, d] * length, size, length, together)[0, 0, ranks]
@@ -124,8 +124,8 @@ class OfWholeBlocks:
         ends = 0 * rank + self.count
         return self.whole(ends, ends, (rank + self.distances[-1] * self.size) % self.ring, rank, rank)
 
-    def whole(self, *columns: Row) -> Transfers:
-        return Transfers(*columns, 0 * columns[-1], 0 * columns[-1] + self.length)
+    def whole(self, send_at: Row, needed_at: Row, source: Row, destination: Row, block: Row) -> Transfers:
+        return Transfers(send_at, needed_at, source, destination, block, 0 * block, 0 * block + self.length)
 
 
 Steps = OfTable | OfWholeBlocks
@@ -144,18 +144,17 @@ def met(queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None) -
 @lru_cache(maxsize=1)  # of a ring of 16,384 ranks a gigabyte
 def pairs_at(ring: Ring) -> Row:
     """[distance, rank]: the pairs of every rank with the block at each distance."""
-    *meet, hosts = ring
     pairs = np.empty((ring.size, ring.size), np.min_scalar_type(ring.queries.shard_len * ring.keys.shard_len))
     for some in np.array_split(np.arange(ring.size), -(-ring.size // COUNTED_AT_ONCE)):
-        counts = seen_pairs(*meet, some)
-        pairs[:, some] = np.take_along_axis(counts, sources(some, ring.size, hosts), 1).T
+        counts = seen_pairs(*ring[:4], some)
+        pairs[:, some] = np.take_along_axis(counts, sources(some, ring.size, ring.hosts), 1).T
     return pairs
 
 
 def steps_of(ring: Ring, together: int, everyone: bool = False) -> Steps:
     """The steps of all ranks, or of some readers of a large ring; `everyone`: of all of its ranks."""
-    *meet, hosts = ring
-    readers, pairs, reads = met(*meet)
+    hosts = ring.hosts
+    readers, pairs, reads = met(*ring[:4])
     if reads is not None:
         return OfTable(build(reads, hosts, together), pairs)
     if everyone:
@@ -207,7 +206,7 @@ class Course:
     @cached_property
     def queries(self) -> Row:
         """[reader, step]: queries from the first to the last that sees some keys."""
-        low, high = queries_seeing(*self.ring[:-1], self.readers)
+        low, high = queries_seeing(*self.ring[:4], self.readers)
         reader, block, step, _ = self.steps.met(0, self.steps.count)[0]
         begin, end = np.full(self.pairs.shape, self.ring.queries.shard_len), np.zeros(self.pairs.shape, int)
         np.minimum.at(begin, (reader, step), low[reader, block])

@@ -1,8 +1,9 @@
 """The memory of a rank at the peak of a call, forward and backward, counted tensor by tensor.
 
-It follows what `ringattn.torch.attention` allocates and frees, in that order, so a change there belongs here too. Held
-are q, k, v, out, the lse and the gradient of out; backward adds keys that travel, gradients, and what a kernel needs
-beside them. All ranks at once, as numpy arrays. tests/test_predict.py holds it against measured peaks.
+It goes through the steps of the table, and follows what `ringattn.torch.attention` allocates and frees in each, so a
+change there belongs here too. Held are q, k, v, out, the lse and the gradient of out; backward adds keys that travel,
+gradients, and what a kernel needs beside them. All ranks at once, as numpy arrays. tests/test_predict.py holds it
+against measured peaks, and against what the ring's loop allocates.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ class Sizes(NamedTuple):
     travel: float  # gradients that travel over inputs
     halves: bool  # key heads can be cut into halves
     kernel: str
-    own: bool  # our kernel, which gives gradients in float32; those of libraries have the dtype of inputs
+    ours: bool  # our kernel, which gives gradients in float32; those of libraries have the dtype of inputs
     mostly_own: bool  # as in `Recipe`
 
     def beside(self, queries: Any, keys: Any) -> Any:
@@ -42,7 +43,7 @@ class Sizes(NamedTuple):
         All sum dq in float32 and keep a number or two a row. FlashAttention-4 sums dk and dv of grouped heads in
         float32, too. cuDNN does not say what it takes; so much fits most shapes in benchmarks/plans-h100.jsonl.
         """
-        if self.own:
+        if self.ours:
             return 0.0
         grouped = self.full > self.kv
         if self.kernel == "fa4":
@@ -106,14 +107,12 @@ def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, nar
         mostly_own,
     )  # fmt: skip
     n, keys, local = plan.tokens.shard_len, plan.keys.tokens.shard_len, plan.local_len
-    given: float = (
-        local * batch * item * shape.heads * (shape.head_dim + 2 * shape.value_dim)
-    )  # q, out and its gradient
+    given = float(local * batch * item * shape.heads * (shape.head_dim + 2 * shape.value_dim))  # q, out, its gradient
     given += shape.kv_bytes(plan.keys.local_len, shape.kv_heads)
     lse = local * batch * shape.heads * (4 if item == 2 else 8)
     if plan.ulysses > 1:  # what entered is kept
         given += groups * n * (each.q + each.out) + (1 if shared else groups) * keys * each.kv
-    live = Live(np.full(len(steps.readers), float(given + lse)))
+    live = Live(np.full(len(steps.readers), given + lse))
     if plan.strategy == "gather" and plan.ring > 1:
         gathered(live, plan, each, groups)
     elif plan.ulysses > 1:
@@ -129,14 +128,14 @@ def bound(plan: Plan, shape: Shape, steps: Course) -> float:
     A library may hold keys, and their gradients, for every query head.
     """
     keys, kv_heads = plan.keys.tokens.shard_len, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
-    keys = keys * plan.ring if plan.strategy == "gather" else keys + int((steps.received).max())
+    keys = keys * plan.ring if plan.strategy == "gather" else keys + int(steps.received.max())
     repeated = shape.kv_bytes(keys, shape.heads // plan.ulysses)
     return 8.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads)) + 3.0 * repeated
 
 
 def prepared(each: Sizes, n: int) -> float:
     """What our kernel makes of the rows; of those with a float64 lse also another gradient of out."""
-    return n * each.own * (2 * each.rows + (each.out + each.rows) * (each.exact == 1))
+    return n * each.ours * (2 * each.rows + (each.out + each.rows) * (each.exact == 1))
 
 
 def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
@@ -180,7 +179,7 @@ def keeps(plan: Plan, each: Sizes, steps: Course) -> bool:
     two = len(steps.hops) == 2 and not steps.hops.any()
     if not (two and each.mostly_own and each.kernel == "fa4"):
         return False
-    return are_kept(plan.tokens.shard_len, int((steps.received)[:, 1].max()))
+    return are_kept(plan.tokens.shard_len, int(steps.received[:, 1].max()))
 
 
 def largest(sizes: np.ndarray) -> list[int]:
@@ -199,9 +198,11 @@ def of_phase(
     n, received = plan.tokens.shard_len, steps.received
     kept = keeps(plan, each, steps)
     others = [which[1 + i] for i in largest(received[:, which[1:]])]
-    order = backward_order(which[0], others, each.own, each.halves and n >= LONG and not kept)
+    order = backward_order(which[0], others, each.ours, each.halves and n >= LONG and not kept)
     halved = len(order) > len(others) + 1
-    nothing, copied = 0 * live.now, each.travel != (each.exact if each.own else 1.0)  # to travel in another dtype
+    nothing, copied = 0 * live.now, each.travel != (each.exact if each.ours else 1.0)  # to travel in another dtype
+    leaving: Any = nothing  # gradients on their way from here
+    arriving: Any = nothing  # and to here
 
     def keys_of(s: int) -> Any:
         return live.take(received[:, s] * each.kv * (s != which[0] and not kept))
@@ -214,23 +215,22 @@ def of_phase(
         live.free(leaving * some)
         leaving, arriving = leaving * ~some, arriving * ~some
 
-    leaving = arriving = nothing
     current = keys_of(order[0])
     for s, following in zip(order, [*order[1:], which[0]], strict=True):
         remote = keys_of(following)
-        if each.own:
+        if each.ours:
             settle(steps.steps.taken[:, s])
         local = s == which[0]
         work = (steps.pairs[:, s] > 0) * (0.5 if halved and local else 1.0)
         tokens = work * (held if local else received[:, s])
         made = computed(live, each, steps, s, work * steps.queries[:, s], tokens, n, dq, kept)
         if local:
-            sums.add(made, summed=each.own)
+            sums.add(made, summed=each.ours)
         else:
             settle(received[:, s] + steps.sent[:, s] > 0)
             arriving = arriving + live.take(steps.sent[:, s] * each.kv * each.travel)
             leaving = leaving + (live.take(tokens * each.kv * each.travel) if copied else made)
-        if each.own:
+        if each.ours:
             dq.add(live.take((dq.summed == 0) * work * n * each.q * each.exact), summed=True)
         dq.fold()
         live.free(made * (copied and not local))
@@ -249,12 +249,12 @@ def computed(
     `once`: FlashAttention-4 computes a step of few keys itself, since none of its queries is visited again.
     """
     wide = tokens * each.kv * each.exact
-    if each.own:
+    if each.ours:
         live.take(wide)
         return wide
     few = 2 * steps.pairs[:, s] <= THIN_KEYS * np.maximum(queries, 1)
-    ours = each.kernel == "fa4" and n >= CUT_QUERIES and not once
-    thin = few & (steps.received > 0)[:, s] & (queries > 0) & ours
+    leaves = each.kernel == "fa4" and n >= CUT_QUERIES and not once
+    thin = few & (steps.received > 0)[:, s] & (queries > 0) & leaves
     of_queries = np.where(thin, n * each.q * each.exact, queries * each.q)
     made = np.where(thin, wide, tokens * each.kv)
     live.take(of_queries + made)
@@ -305,10 +305,10 @@ def gathered(live: Live, plan: Plan, each: Sizes, groups: int) -> None:
         live.take(every * (not last) + every * reorders)
         live.free(every * (reorders and not last))  # those that are not in order are held until the last are used
         live.take(prepared(each, n))
-        made = live.take(wide if each.own else wide / each.exact)
+        made = live.take(wide if each.ours else wide / each.exact)
         live.pass_by(each.beside(n, keys * ring))
-        live.take(wide * (not each.own))
-        live.free(made * (not each.own))
+        live.take(wide * (not each.ours))
+        live.free(made * (not each.ours))
         live.free(prepared(each, n) + every * (reorders or not last))
         for _ in range(2):
             live.take(reorders * sums / 2 + own / 2 * (ring - 1))

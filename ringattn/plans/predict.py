@@ -172,11 +172,11 @@ def one_pass(
 
 def blocks_at_once(plan: Plan, shape: Shape, machine: Machine, back: bool = False) -> int:
     """How many blocks a step brings, as in `Recipe`: fewer in backward, unless gradients are as narrow as keys."""
-    groups = plan.groups_for(shape) if plan.swaps else 1
+    groups = plan.groups_for(shape) if plan.ulysses > 1 else 1
     _, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
     times = 4 if back and plan.transport.grads != "input" else 1
     block = times * shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads)
-    return min(plan.transport.together or machine.blocks_at_once(block), plan.ring)
+    return min(plan.transport.together or machine.blocks_at_once(block), plan.ring // plan.hosts)
 
 
 def predict(
