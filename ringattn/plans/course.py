@@ -91,7 +91,7 @@ class OfWholeBlocks:
     def __init__(self, ring: int, hosts: int, length: int, readers: Row, pairs: Row, together: int):
         self.ring, self.length, self.readers, self.pairs = ring, length, readers, pairs
         self.size = size = ring // hosts
-        met: Row = pairs.reshape(hosts, size, -1).any(0)  # [ranks before, reader]: in any phase
+        met: Row = np.logical_or.reduce(pairs.reshape(hosts, size, -1), axis=0)  # [ranks before, reader]: in any phase
         self.distances = np.append(0, np.flatnonzero(pairs[size:].any(1).reshape(-1, size).any(1)) + 1)
         ranks = np.append(0, np.flatnonzero(met[1:].any(1)) + 1)
         within = grouped(lambda d: met[None, None, d] * length, size, length, together)[0, 0, ranks]
@@ -175,15 +175,11 @@ def sources(readers: Row, ring: int, hosts: int) -> Row:
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """[reader, step]: the work of some ranks, and the tokens that must be there before it, within and between hosts."""
+    """[reader, step]: the work of some ranks, and the tokens that must be there before it, on hosts of so many GPUs."""
 
     ring: Ring
+    gpus: int
     steps: Steps
-    pairs: Row
-    near: Row
-    far: Row
-    keys: Transfers  # that bring these
-    remote: Row  # which of them come from another host
 
     @property
     def readers(self) -> Row:
@@ -194,9 +190,38 @@ class Course:
         """[phase]: its first step."""
         return self.steps.first
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.readers), self.steps.count
+
+    @cached_property
+    def pairs(self) -> Row:
+        reader, _, step, pairs = self.steps.met(0, self.steps.count)[0]
+        return summed(reader, step, pairs, self.shape)
+
+    @cached_property
+    def kinds(self) -> tuple[Transfers, Transfers]:
+        """The keys that are sent within hosts, and between hosts."""
+        keys = joined(self.steps.met(0, self.steps.count)[1], self.steps.hops(0, self.steps.count))
+        remote = self.host(keys.source) != self.host(keys.destination)
+        return keys.some(~remote), keys.some(remote)
+
+    def host(self, rank: Row) -> Row:
+        return rank * self.ring.queries.ulysses // self.gpus
+
+    @cached_property
+    def tokens(self) -> tuple[Row, Row]:
+        """The same as tokens [reader, step] that are received."""
+        near, far = (summed(self.place(x), x.needed_at, x.tokens, self.shape) for x in self.kinds)
+        return near, far
+
+    def place(self, rows: Transfers) -> Row:
+        """The place of each destination among the readers."""
+        return np.searchsorted(self.readers, rows.destination)
+
     @cached_property
     def received(self) -> Row:
-        return self.near + self.far
+        return self.tokens[0] + self.tokens[1]
 
     @cached_property
     def hops(self) -> Row:
@@ -208,7 +233,7 @@ class Course:
         """[reader, step]: queries from the first to the last that sees some keys."""
         low, high = queries_seeing(*self.ring[:4], self.readers)
         reader, block, step, _ = self.steps.met(0, self.steps.count)[0]
-        begin, end = np.full(self.pairs.shape, self.ring.queries.shard_len), np.zeros(self.pairs.shape, int)
+        begin, end = np.full(self.shape, self.ring.queries.shard_len), np.zeros(self.shape, int)
         np.minimum.at(begin, (reader, step), low[reader, block])
         np.maximum.at(end, (reader, step), high[reader, block])
         return np.maximum(end - begin, 0)
@@ -219,26 +244,21 @@ class Course:
         if len(self.readers) < self.ring.size:
             return np.where(self.hops, 0, self.received)
         _, reads = self.steps.met(0, self.steps.count)
-        return summed(reads.source, reads.needed_at, reads.tokens, self.pairs.shape)
+        return summed(reads.source, reads.needed_at, reads.tokens, self.shape)
 
     @cached_property
     def returned(self) -> Row:
         """[reader, phase]: tokens of its own block whose sums come home from those that held them last."""
         homes = self.steps.homes(0, self.steps.count + 1)
-        at, phase = np.searchsorted(self.readers, homes.destination), np.searchsorted(self.first, homes.send_at) - 1
-        return summed(at, phase, homes.tokens, (len(self.readers), len(self.first)))
+        phase = np.searchsorted(self.first, homes.send_at) - 1
+        return summed(self.place(homes), phase, homes.tokens, (len(self.readers), len(self.first)))
 
-    def sending(self, some: Row, gpus: int) -> Row:
-        """[reader, step]: how many GPUs of the host from which its keys come send `some` of the keys at that step."""
-        rows, ulysses = self.keys.some(some), self.ring.queries.ulysses
-        host = rows.source * ulysses // gpus
+    def sending(self, rows: Transfers) -> Row:
+        """[row]: how many GPUs of its source's host send any of these for the same step."""
+        host, ulysses = self.host(rows.source), self.ring.queries.ulysses
         source, step = np.unique(np.array([rows.source, rows.needed_at]), axis=1)
-        shape = int(host.max(initial=0)) + 1, self.steps.count
-        count = summed(source * ulysses // gpus, step, 0 * step + ulysses, shape)
-        most = np.ones(self.pairs.shape)
-        at = np.searchsorted(self.readers, rows.destination), rows.needed_at
-        np.maximum.at(most, at, count[host, rows.needed_at])
-        return most
+        shape = int(host.max(initial=0)) + 1, self.steps.count + 1
+        return summed(self.host(source), step, 0 * step + ulysses, shape)[host, rows.needed_at]
 
 
 def summed(row: Row, column: Row, amounts: Row, shape: tuple[Any, ...]) -> Row:
@@ -249,10 +269,4 @@ def summed(row: Row, column: Row, amounts: Row, shape: tuple[Any, ...]) -> Row:
 @lru_cache(maxsize=64)
 def course(ring: Ring, gpus: int, together: int) -> Course:
     """What ranks do, on hosts of so many GPUs, if a step brings up to so many blocks."""
-    steps, ulysses = steps_of(ring, together), ring.queries.ulysses
-    cells, reads = steps.met(0, steps.count)
-    keys = joined(reads, steps.hops(0, steps.count))
-    shape, at = (len(steps.readers), steps.count), np.searchsorted(steps.readers, keys.destination)
-    remote = keys.source * ulysses // gpus != keys.destination * ulysses // gpus
-    near, far = (summed(at, keys.needed_at, keys.tokens * some, shape) for some in (~remote, remote))
-    return Course(ring, steps, summed(cells.reader, cells.step, cells.pairs, shape), near, far, keys, remote)
+    return Course(ring, gpus, steps_of(ring, together))

@@ -97,14 +97,15 @@ def arrivals(steps: Course, machine: Machine, token_bytes: Any, plan: Plan) -> n
     Transfers follow each other on a link, which the GPUs of a host that send may share. A block that hops on waits for
     the slowest hop before it.
     """
-    some, times = steps.received > 0, list[Any]()
-    for link, tokens, kind in ((machine.inside, steps.near, ~steps.remote), (machine.between, steps.far, steps.remote)):
+    some, times, everyone = steps.received > 0, list[Any](), len(steps.readers) == plan.ring
+    for link, rows, tokens in zip((machine.inside, machine.between), steps.kinds, steps.tokens, strict=True):
         sending: Any = min(machine.gpus, plan.ring * plan.ulysses)
-        if link.sharing > 1 and len(steps.readers) == plan.ring:
-            sending = steps.sending(kind, machine.gpus)
+        if link.sharing > 1 and everyone:
+            sending = np.ones(steps.shape)
+            np.maximum.at(sending, (steps.place(rows), rows.needed_at), steps.sending(rows))
         times.append(link.transfer(tokens * token_bytes, sending))
     near_time, far_time = times
-    late = np.where(steps.far > 0, machine.between.latency, machine.inside.latency) * some
+    late = np.where(steps.tokens[1] > 0, machine.between.latency, machine.inside.latency) * some
     onward = (near_time + far_time + late)[:, steps.hops].max(0)
     near_time[:, steps.hops], far_time[:, steps.hops], late[:, steps.hops] = 0, onward, 0
     return (np.maximum(np.cumsum(near_time, 1), np.cumsum(far_time, 1)) + late) * some
@@ -148,7 +149,7 @@ def one_pass(
         swap_near, swap_far = (ring - 1) * block, across(ring, local, machine) * block
         seconds = float(work.sum(1).max())
     else:
-        near, far = steps.near * token_bytes, steps.far * token_bytes
+        near, far = (tokens * token_bytes for tokens in steps.tokens)
         seconds = finished(steps, arrivals(steps, machine, token_bytes, plan), work)
         within, between = float(near.sum(1).max()), float(far.sum(1).max())
     if ulysses > 1:
@@ -193,7 +194,7 @@ def predict(
     forward = one_pass(plan, shape, steps, machine, rate[0], shape.flops_a_pair, out, False)
     flops = BACKWARD * shape.flops_a_pair
     both: Any = out * (1 + grads)
-    if plan.strategy == "ring":  # sums of a block that is passed on go with it, in float32
+    if plan.strategy == "ring":  # sums of a block go with it from holder to holder, in float32
         both = np.where(back.hops, out * (1 + max(1.0, 4 / shape.itemsize)), both)
     backward = one_pass(plan, shape, back, machine, rate[1], flops, both, True)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))

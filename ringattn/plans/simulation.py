@@ -139,16 +139,15 @@ class Traffic:
         arrived = np.full(ready.shape, -np.inf)
         if not len(rows.source):
             return arrived
-        remote, factors = (
-            self.world.host[rows.source] != self.world.host[rows.destination],
-            self.world.vary(ready.shape),
-        )
+        host, factors = self.world.host, self.world.vary(ready.shape)
+        remote = host[rows.source] != host[rows.destination]
         for links, kind in zip(self.links, (~remote, remote), strict=True):
             if kind.any():
                 some = rows.some(kind)
                 tokens = np.bincount(some.source, some.tokens, len(ready))
                 done = links.send(tokens, token_bytes, ready, factors)
-                np.maximum.at(arrived, some.destination, done[some.source])
+                at = some.destination[:, None] * ready.shape[1] + np.arange(ready.shape[1])
+                np.maximum.at(arrived.ravel(), at.ravel(), done[some.source].ravel())  # of one axis: four times as fast
         return arrived
 
 
@@ -222,10 +221,8 @@ def play(
 
     if not cores:
         return once(ALONE, watched)
-    clock, before = (
-        Clock.shared(np.zeros(ranks), np.full(ranks, FOREVER), cores),
-        0.0,
-    )  # at first all compute all the time
+    clock = Clock.shared(np.zeros(ranks), np.full(ranks, FOREVER), cores)  # at first all compute all the time
+    before = 0.0
     for _ in range(TRIALS):
         played = once(clock, range(ranks))
         _, begun, ended = played.steps
