@@ -147,7 +147,7 @@ class Traffic:
                 tokens = np.bincount(some.source, some.tokens, len(ready))
                 done = links.send(tokens, token_bytes, ready, factors)
                 at = some.destination[:, None] * ready.shape[1] + np.arange(ready.shape[1])
-                np.maximum.at(arrived.ravel(), at.ravel(), done[some.source].ravel())  # of one axis: four times as fast
+                np.maximum.at(arrived.ravel(), at.ravel(), done[some.source].ravel())  # 2D is 15 times as slow
         return arrived
 
 
