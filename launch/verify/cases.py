@@ -56,6 +56,7 @@ class Case:
     powers: dict[str, float] = field(default_factory=dict)  # of 10, for each input
     grads: tuple[str, ...] = ("dout", "dlse", "dend")  # which gradients come back
     frozen: tuple[str, ...] = ()  # inputs that need no gradient
+    explicit: bool = False  # whether the types of JAX arrays say how the mesh cuts them
     elsewhere: int | None = None  # the plan is made for this length, and then for that of the call
 
     def __str__(self) -> str:

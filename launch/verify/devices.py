@@ -4,6 +4,7 @@ Results are whole, in the order of the sequence; padding goes in as NaN.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import AxisType, Mesh
 from torch import Tensor
 
 import ringattn.jax as rj
@@ -27,15 +29,22 @@ def runs_here(case: Case) -> bool:
 
 def results(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """The results for what a case is given, as torch's tensors in float64."""
-    with jax.enable_x64(case.dtype == "float64"):
+    mesh = mesh_of(case)
+    with jax.enable_x64(case.dtype == "float64"), jax.set_mesh(mesh) if case.explicit else nullcontext():
         names = {torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
         arrays = {n: jnp.asarray(x.double().numpy(), names.get(x.dtype, "float32")) for n, x in given.items()}
-        return {n: torch.from_numpy(np.array(x).astype("float64")) for n, x in program_of(case)(arrays).items()}
+        return {n: torch.from_numpy(np.array(x).astype("float64")) for n, x in program_of(case, mesh)(arrays).items()}
 
 
-def program_of(case: Case) -> Program:
-    """What computes this case's results on the devices."""
+def mesh_of(case: Case) -> Mesh:
+    """The first devices as a mesh, whose explicit axes, as `jax.make_mesh` makes them, are in the types of arrays."""
     mesh = rj.init_mesh(ring=case.ring, ulysses=case.ulysses, devices=jax.devices()[: case.ring * case.ulysses])
+    kinds = (AxisType.Explicit if case.explicit else AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
+def program_of(case: Case, mesh: Mesh) -> Program:
+    """What computes this case's results on the devices."""
     plan = case.plan_on(mesh)
     return piece_by_piece(case, plan) if case.steps else jax.jit(once(case, plan))
 
