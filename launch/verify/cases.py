@@ -56,6 +56,7 @@ class Case:
     powers: dict[str, float] = field(default_factory=dict)  # of 10, for each input
     grads: tuple[str, ...] = ("dout", "dlse", "dend")  # which gradients come back
     frozen: tuple[str, ...] = ()  # inputs that need no gradient
+    factored: bool = False  # the mesh has one axis for the sequence, which the plan factors
     explicit: bool = False  # whether the types of JAX arrays say how the mesh cuts them
     elsewhere: int | None = None  # the plan is made for this length, and then for that of the call
 
@@ -67,6 +68,11 @@ class Case:
         """All that it does not have by default."""
         own, default = vars(self), vars(Case())
         return ", ".join([str(self), *(f"{n}={x}" for n, x in own.items() if x != default[n] and n not in HEAD)])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those of its mesh."""
+        return {"sequence": self.ring * self.ulysses} if self.factored else {"ring": self.ring, "ulysses": self.ulysses}
 
     @property
     def linear(self) -> bool:
@@ -142,6 +148,8 @@ class Case:
         how = {name: words.pop(name) for name in fields(Transport) if name in words}
         if not self.linear:
             words |= {"strategy": self.strategy, "spec": self.spec, "kernel": kernel}
+        if self.factored:
+            words |= {"heads": (self.heads, self.kv_heads), "head_dim": self.head_dim}
         length = self.elsewhere or self.seq_len
         plan = ra.plan(mesh, seq_len=length, key_len=self.key_len, transport=Transport(**how), **words)
         laid_out = self.laid_out if self.dealt is not None or plan.layout == "balanced" else None

@@ -188,10 +188,10 @@ def everyone(options: Options, started: bool) -> Iterable[list[Found]]:
 
 def here(options: Options, case: Case) -> list[Found]:
     """One call in this process: all ranks on one device, or JAX's devices, whose results are whole."""
-    true, sizes = truth_of(options, case.seed), {"ring": case.ring, "ulysses": case.ulysses}
+    true = truth_of(options, case.seed)
     try:
         if options.backend == "threads":
-            return local.run(partial(one_call, options, case), device=options.device, **sizes)
+            return local.run(partial(one_call, options, case), device=options.device, **case.sizes)
         from ringattn.launch.verify import devices
 
         return [{"errors": true.errors(devices.results(case, true.given)), "shares": {}}]
@@ -206,7 +206,7 @@ def one_process(options: Options) -> list[Found]:
     mesh_of, found = cache(partial(init_mesh, device_type=options.device)), list[Found]()
     for case in chosen(options):
         try:
-            found.append(one_call(options, case, mesh_of(ring=case.ring, ulysses=case.ulysses)))
+            found.append(one_call(options, case, mesh_of(**case.sizes)))
         except (ValueError, NotImplementedError) as error:
             found.append({"refused": str(error)})  # on all ranks alike
         except Exception as error:  # the other ranks wait: name the call, and end

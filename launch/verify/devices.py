@@ -38,7 +38,7 @@ def results(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def mesh_of(case: Case) -> Mesh:
     """The first devices as a mesh, whose explicit axes, as `jax.make_mesh` makes them, are in the types of arrays."""
-    mesh = rj.init_mesh(ring=case.ring, ulysses=case.ulysses, devices=jax.devices()[: case.ring * case.ulysses])
+    mesh = rj.init_mesh(**case.sizes, devices=jax.devices()[: case.ring * case.ulysses])
     kinds = (AxisType.Explicit if case.explicit else AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
