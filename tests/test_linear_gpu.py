@@ -33,10 +33,10 @@ def over_gpus(ranks: int, truths: dict[Any, dict[str, torch.Tensor]]) -> dict[st
         for gate, lengths in ASKED:
             given = {n: x if x is None else x.cuda() for n, x in inputs(T, gate, torch.float32).items()}
             expected = {n: x.cuda() for n, x in truths[gate, lengths].items()}
-            for scan, kernel, linear.SHARE in product(WAYS, ("chunkwise", "triton"), (0.5, 0.0)):
+            for scan, kernel, linear.MAX_KEPT_SHARE in product(WAYS, ("chunkwise", "triton"), (0.5, 0.0)):
                 how = {"layout": layout, "scan": scan, "kernel": kernel}
                 error, share = errors(mesh, given, expected, lengths, **how)
-                how_kept = "walked again" if linear.SHARE == 0.0 else "kept"
+                how_kept = "walked again" if linear.MAX_KEPT_SHARE == 0.0 else "kept"
                 name = f"{ring}x{ulysses} {layout} {gate} {scan} {kernel} {how_kept}"
                 results[name] = (gate, lengths), error, share.cpu().numpy()
     return results

@@ -358,7 +358,7 @@ def test_kept_states_and_walked_ones_give_the_same_bits(ring, layout, monkeypatc
         return [x.detach() for x in (out, end)] + list(torch.autograd.grad((out.sum() + end.sum()), leaves))
 
     kept = run(one_rank, ring=ring)
-    monkeypatch.setattr(linear, "SHARE", 0.0)
+    monkeypatch.setattr(linear, "MAX_KEPT_SHARE", 0.0)
     for ours, others in zip(kept, run(one_rank, ring=ring), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
 

@@ -19,7 +19,7 @@ from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify.oracle import error
 from ringattn.plans.segments import WAYS
-from ringattn.torch.linear.documents import LEVEL, row_length
+from ringattn.torch.linear.documents import TOKENS_PER_LEVEL, row_length
 from tests.linear_errors import errors, worst
 from tests.linear_oracle import LEAVES, B, docs_of, inputs, states_of, truth
 
@@ -247,7 +247,7 @@ def test_bfloat16_inputs_have_states_in_float32():
 
 
 @settings(max_examples=200, deadline=None)
-@forall(st.lists(st.integers(1, 3000), min_size=1, max_size=40), st.sampled_from([0, LEVEL]))
+@forall(st.lists(st.integers(1, 3000), min_size=1, max_size=40), st.sampled_from([0, TOKENS_PER_LEVEL]))
 def test_rows_hold_at_most_twice_the_tokens_and_two_chunks_a_document(tokens, level):
     x = np.array(tokens)
     length = row_length(x, level)

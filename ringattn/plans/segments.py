@@ -13,14 +13,13 @@ from functools import lru_cache
 
 from ringattn.layouts.layout import MAKERS, Shard
 from ringattn.masks.spec import raise_if
-from ringattn.plans.machine import Link
 from ringattn.plans.plan import Plan
 
 Place = tuple[int, int, int]  # ring rank, Ulysses rank, which of its segments
 
 WAYS = ("gather", "ring", "pipeline")
 BEFORE = -(2**30)  # the start of the first document: before all tokens of any segment
-ROOM = 2**28  # the most bytes that the maps of all ranks may take on each rank
+MAX_GATHERED_BYTES = 2**28  # the most bytes that the maps of all ranks may take on each rank
 
 
 def segments_problem(plan: Plan) -> str | None:
@@ -93,10 +92,11 @@ def pieces(plan: Plan) -> list[Shard]:
 @lru_cache(maxsize=64)
 def order(plan: Plan) -> list[Place]:
     """Every segment of every rank, in the order of the sequence."""
-    starts: dict[Place, int] = {}
-    for r, u in ((r, u) for r in range(plan.ring) for u in range(plan.ulysses)):
-        for p, (tokens,) in enumerate(plan.tokens.parts(r, u, segments(plan))):
-            starts[r, u, p] = tokens.start
+    starts = {
+        (*divmod(rank, plan.ulysses), p): tokens.start
+        for rank, each in enumerate(pieces(plan))
+        for p, tokens in enumerate(each)
+    }
     return sorted(starts, key=lambda at: starts[at])
 
 
@@ -108,44 +108,27 @@ class Way:
     pieces: int = 1
 
 
-@dataclass(frozen=True)
-class Road:
-    """The sizes that the time of an exchange depends on."""
-
-    link: Link
-    ring: int
-    ranks: int
-    passes: int
-    state: int  # bytes of a state
-    map: int  # bytes of a segment's map of the state
-    value_dim: int
-
-    def seconds(self, way: Way) -> float:
-        """The predicted time until the last rank has its state."""
-        if way.name == "gather":
-            return float(self.link.latency + self.link.transfer((self.ranks - 1) * self.passes * self.map, self.ranks))
-        hop = float(self.link.latency + self.link.transfer(self.state / way.pieces, way.pieces))
-        return self.passes * (self.ring - 1 + way.pieces - 1) * hop
-
-
+@lru_cache(maxsize=256)
 def choose(plan: Plan, requested: str, columns: int, value_dim: int, factor: int = 1) -> Way:
-    """The requested way, or for "auto" the fastest by predicted time.
+    """The requested way, or for "auto" the fastest by predicted time until the last rank has its state.
 
     A column of a state has `columns` bytes; the factor of a map has `factor` such columns beside those of a state.
     """
     if not passes(plan):
         return Way("gather")
-    state, whole = columns * value_dim, columns * (factor + value_dim)
-    road = Road(plan.link, plan.ring, plan.ring * plan.ulysses, passes(plan), state, whole, value_dim)
-    return fastest(road, requested)
+    link, ranks, state = plan.link, plan.ring * plan.ulysses, columns * value_dim
+    maps = passes(plan) * columns * (factor + value_dim)  # bytes of a rank's maps
 
+    def seconds(way: Way) -> float:
+        if way.name == "gather":
+            return float(link.latency + link.transfer((ranks - 1) * maps, ranks))
+        hop = float(link.latency + link.transfer(state / way.pieces, way.pieces))
+        return passes(plan) * (plan.ring - 1 + way.pieces - 1) * hop
 
-@lru_cache(maxsize=256)
-def fastest(road: Road, requested: str) -> Way:
-    cuts = [n for n in (2, 4, 8, 16, 32) if road.value_dim % n == 0] or [1]
+    cuts = [n for n in (2, 4, 8, 16, 32) if value_dim % n == 0] or [1]
     options = [Way("gather"), Way("ring"), *(Way("pipeline", n) for n in cuts)]
     if requested != "auto":
         options = [way for way in options if way.name == requested]
-    elif road.ranks * road.passes * road.map > ROOM:
+    elif ranks * maps > MAX_GATHERED_BYTES:
         options = options[1:]
-    return min(options, key=road.seconds)
+    return min(options, key=seconds)

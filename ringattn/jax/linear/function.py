@@ -47,8 +47,8 @@ def linear_attention(
     """
     plan, lying, inside = located(q, k, v, plan, linear=True)
     arrays = q, k, v, log_decay, beta, initial_state
-    held = plan.local_len if inside else plan.tokens.padded_length
-    problem = problem_of(arrays, plan, docs, scale, kernel, scan, held) or of_numbers(
+    length = plan.local_len if inside else plan.tokens.padded_length
+    problem = problem_of(arrays, plan, docs, scale, kernel, scan, length) or of_numbers(
         log_decay, beta, plan, docs, check
     )
     if problem:
@@ -71,12 +71,12 @@ def linear_attention(
 
 
 def problem_of(
-    arrays: Arrays, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, held: int
+    arrays: Arrays, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, length: int
 ) -> str | None:
     """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
     q, k, v, log_decay, beta, initial_state = arrays
     problem = (
-        of_linear(q, k, v, log_decay, beta, plan, docs, held)
+        of_linear(q, k, v, log_decay, beta, plan, docs, length)
         or of_dtypes(q, k, v)
         or of_scale(scale, q.shape[-1])
         or of_choice("kernel", kernel, KERNELS)

@@ -2,10 +2,10 @@
 
     B batch   P segments a device   N chunks a segment   H heads   K key dim   V value dim
 
-The ways it may go are those of plans/segments.py. By `gather` every device holds the states of all, and XLA lets the
-products within chunks run beside it. By `ring` and `pipeline` a device holds its own: the state hops in a loop, and
-each hop has a share of those products beside it. Backward the gradient of the state goes the same way in reverse,
-beside the gradients of those products.
+The ways it may go are those of plans/segments.py. By `gather` every device gets the states of all, and XLA lets the
+products within chunks run beside it. By `ring` and `pipeline` a device gets those of its segments: the state hops in a
+loop, and each hop has a share of those products beside it. Backward the gradient of the state goes the same way in
+reverse, beside the gradients of those products.
 """
 
 from collections.abc import Callable
@@ -81,15 +81,15 @@ def states(
         return precomputed, vary(jnp.zeros_like(start), axes_of(maps, start)), call.work(arrays, fixed)
     if plan.ring * plan.ulysses == 1:
         return *walk(maps, start, call.reverse), call.work(arrays, fixed)
-    own = composed(maps, call.reverse)
+    local = composed(maps, call.reverse)
     if call.way.name == "gather" or plan.ring == 1:
-        before, end = through_all(call, own, start)
+        before, end = through_all(call, local, start)
         made = call.work(arrays, fixed)
     else:
-        before, end, made = around(call, own, start, (arrays, fixed))
+        before, end, made = around(call, local, start, (arrays, fixed))
     ring, ulysses, _ = call.walk[-1]
-    here = (plan.ring_axis.rank == ring) & (plan.ulysses_axis.rank == ulysses)
-    return walk(maps, before, call.reverse)[0], jnp.where(here, end, 0), made
+    on_last = (plan.ring_axis.rank == ring) & (plan.ulysses_axis.rank == ulysses)
+    return walk(maps, before, call.reverse)[0], jnp.where(on_last, end, 0), made
 
 
 def forward(
@@ -117,22 +117,22 @@ def backward(call: Exchange, saved: Any, given: Any) -> tuple[Map, Array, Any, N
 states.defvjp(forward, backward)
 
 
-def through_all(call: Exchange, own: Map, start: Array) -> tuple[Array, Array]:
+def through_all(call: Exchange, local: Map, start: Array) -> tuple[Array, Array]:
     """Every device composes all segments."""
     plan = call.plan
     U, parts, axes = plan.ulysses, segments(plan), (plan.ulysses_axis, plan.ring_axis)
     at = np.array([(r * U + u) * parts + p for r, u, p in call.walk])
-    every = jax.tree.map(lambda x: gathered(plan, axes, x)[at], own)
+    every = jax.tree.map(lambda x: gathered(plan, axes, x)[at], local)
     before, end = walk(every, start)
     inverse = np.argsort(at).astype(np.int32).reshape(plan.ring, U, parts)
     return rows(before[jnp.asarray(inverse)[plan.ring_axis.rank, plan.ulysses_axis.rank]]), end
 
 
-def around(call: Exchange, own: Map, start: Array, given: Any) -> tuple[Array, Array, Any]:
+def around(call: Exchange, local: Map, start: Array, given: Any) -> tuple[Array, Array, Any]:
     """Once or, in zigzag, there and back round the ring; Ulysses ranks hold pieces of one shard, and go alike."""
     plan, parts, trips = call.plan, segments(call.plan), passes(call.plan)
     flip = slice(None, None, -1 if call.reverse else 1)
-    shard = jax.tree.map(lambda x: gathered(plan, (plan.ulysses_axis,), x)[flip], own)
+    shard = jax.tree.map(lambda x: gathered(plan, (plan.ulysses_axis,), x)[flip], local)
     earlier, made, state = [], [], start
     for i in range(trips):
         maps, share = jax.tree.map(lambda x, i=i: x[len(x) * i // trips : len(x) * (i + 1) // trips], (shard, given))
@@ -144,22 +144,22 @@ def around(call: Exchange, own: Map, start: Array, given: Any) -> tuple[Array, A
     return rows(mine), state, jax.tree.map(lambda *x: jnp.concatenate(x), *made)
 
 
-def passed(call: Exchange, reverse: bool, own: Map, start: Array, given: Any) -> tuple[Array, Array, Any]:
+def passed(call: Exchange, reverse: bool, local: Map, start: Array, given: Any) -> tuple[Array, Array, Any]:
     """The state before this device and behind it, which goes round the ring in pieces; the work done."""
     n = call.way.pieces
-    values = pieces_of(own.kv, n)
+    values = pieces_of(local.kv, n)
 
     def onward(i: Any, state: Array) -> Array:
-        return Map(own.factor, values[i]).after(state)
+        return Map(local.factor, values[i]).after(state)
 
     def work(given: Any) -> Any:
         return call.work(*given)
 
-    room = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work, given))
-    room = vary(room, axes_of(given))
-    before, made = relay(call.plan.ring_axis, pieces_of(start, n), onward, reverse, work, given, room)
+    buffers = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work, given))
+    buffers = vary(buffers, axes_of(given))
+    before, made = relay(call.plan.ring_axis, pieces_of(start, n), onward, reverse, work, given, buffers)
     before = jnp.moveaxis(before, 0, 3).reshape(start.shape)
-    return before, own.after(before), made
+    return before, local.after(before), made
 
 
 def pieces_of(x: Array, n: int) -> Array:

@@ -25,11 +25,12 @@ from ringattn.torch.attention.ulysses import Real, cleared
 from ringattn.torch.bind import remember
 from ringattn.torch.check import have_tangents, of_dense, of_tangents, of_tensors
 from ringattn.torch.handles import whole_on_one
+from ringattn.torch.linear.chains import Chains
 from ringattn.torch.linear.documents import Documents
 from ringattn.torch.linear.states import Passage
 from ringattn.torch.sharding import local_positions, real_tokens
 
-SHARE = 0.7  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
+MAX_KEPT_SHARE = 0.7  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
 
 
 class Given(NamedTuple):
@@ -71,11 +72,13 @@ class LinearCall:
         K, size = x.q.shape[3], 8 if x.q.dtype == torch.float64 else 4
         states = self.documents.count if self.documents and self.returned != "rows" else self.batch
         self.state_shape = (states, H, K, V)
-        self.passages: list[Passage] = []  # of a state, forward and backward, where it passes all ranks
-        if not self.alone and not uneven(plan):
+        self.passages: Sequence[Passage | Chains] = ()  # of states from rank to rank, forward and backward
+        if self.documents and uneven(plan) and not self.alone:
+            starts = self.documents.starts
+            self.passages = [Chains(plan, starts, place, x.q.device, backward) for backward in (False, True)]
+        elif not self.alone:
             way = choose(plan, scan, self.batch * H * K * size, V, 1 if x.beta is None else K)
             self.passages = [Passage(plan, way, backward) for backward in (False, True)]
-        self.first = bool(self.passages) and self.passages[0].walk[0][:2] == place  # whether the sequence begins here
         self.kept = None if self.documents or not gradients else kept_states(self.kernel, self.rows_of(x[:5]))
         self.words: agree.Words = {}  # what the ranks compare
         self.compared = agree.watched(plan)  # whether they compare it in every call
@@ -222,7 +225,7 @@ def kept_states(kernel: LinearKernel, x: Inputs) -> ShapeAndDtype | None:
     """The states before all chunks, if they are small compared to the inputs, which backward keeps anyway."""
     sizes, dtype = kernel.states_shape(x.k, x.v)
     inputs = sum(prod(t.shape) * t.itemsize for t in x[:5] if t is not None)
-    return (sizes, dtype) if prod(sizes) * dtype.itemsize <= SHARE * inputs else None
+    return (sizes, dtype) if prod(sizes) * dtype.itemsize <= MAX_KEPT_SHARE * inputs else None
 
 
 @lru_cache(maxsize=32)

@@ -7,7 +7,6 @@ the state behind a segment follows from the maps of the later segments of its la
     N segments of a rank, B * P   H heads   K key dim   V value dim
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ At = tuple[int, int]  # row of the batch, number of the segment in the order of 
 class Need(NamedTuple):
     """A segment of some rank, and the segments whose maps lead to the state before it, in their order."""
 
-    own: int  # of the rank's own segments
+    segment: int  # of the rank's segments
     chain: list[At]
 
 
@@ -35,8 +34,9 @@ class Chains:
     def __init__(
         self, plan: Plan, starts: np.ndarray, place: tuple[int, int], device: torch.device, backward: bool = False
     ):
+        self.plan = plan
         ring, ulysses = plan.ring, plan.ulysses
-        runs = sorted((r.start, r.stop, rank, p) for rank, own in enumerate(pieces(plan)) for p, r in enumerate(own))
+        runs = sorted((r.start, r.stop, rank, p) for rank, each in enumerate(pieces(plan)) for p, r in enumerate(each))
         firsts, stops, owners, numbers = np.array(runs).T
         needs: dict[int, list[Need]] = {rank: [] for rank in range(ring * ulysses)}
         for b, edges in enumerate(starts):
@@ -49,57 +49,51 @@ class Chains:
                 walk = range(i, m, -1) if backward else range(i, m)
                 needs[int(owners[m])].append(Need(b * segments(plan) + int(numbers[m]), [(b, j) for j in walk]))
 
-        def held(ring_rank: int) -> list[At]:
+        def sends(ring_rank: int) -> list[At]:
             """The maps of a ring rank's segments that some rank needs, Ulysses rank by Ulysses rank."""
             return sorted((a for a in used if owners[a[1]] // ulysses == ring_rank), key=lambda a: (owners[a[1]], a))
 
         used = {a for each in needs.values() for need in each for a in need.chain}
-        rank, here = place[0] * ulysses + place[1], held(place[0])
-        own = [b * segments(plan) + int(numbers[j]) for b, j in here if owners[j] == rank]
-        self.own = torch.tensor(own, dtype=torch.int64, device=device)
-        self.of_ulysses = [sum(owners[j] == place[0] * ulysses + u for _, j in here) for u in range(ulysses)]
+        rank, local = place[0] * ulysses + place[1], sends(place[0])
+        mine = [b * segments(plan) + int(numbers[j]) for b, j in local if owners[j] == rank]
+        self.mine = torch.tensor(mine, dtype=torch.int64, device=device)
+        self.of_ulysses = [sum(owners[j] == place[0] * ulysses + u for _, j in local) for u in range(ulysses)]
         wanted = [{a for need in needs[r * ulysses + place[1]] for a in need.chain} for r in range(ring)]
-        give = [[i for i, a in enumerate(here) if a in want] for want in wanted]
-        self.give = [torch.tensor(at, dtype=torch.int64, device=device) for at in give]
-        comes = [[a for a in held(r) if a in wanted[place[0]]] for r in range(ring)]
-        self.of_ring, number = list(map(len, comes)), {a: i for i, a in enumerate(a for each in comes for a in each)}
+        to_send = [[i for i, a in enumerate(local) if a in want] for want in wanted]
+        self.to_send = [torch.tensor(at, dtype=torch.int64, device=device) for at in to_send]
+        receives = [[a for a in sends(r) if a in wanted[place[0]]] for r in range(ring)]
+        self.of_ring = list(map(len, receives))
+        number = {a: i for i, a in enumerate(a for each in receives for a in each)}
         chains = sorted(needs[rank], key=lambda need: len(need.chain))
-        self.needs = [(need.own, [number[a] for a in need.chain]) for need in chains]
+        self.needs = [(need.segment, [number[a] for a in need.chain]) for need in chains]
         self.count = len(starts) * segments(plan)
 
-    def start(self, plan: Plan, maps: Map) -> "Coming":
+    def start(self, maps: Map) -> "Transfer":
         """Send the maps of this rank's segments [N, H, K, ...] to where they are needed."""
-        what, packed = "the maps of segments", maps.packed().index_select(0, self.own)
+        plan, what, packed = self.plan, "the maps of segments", maps.packed().index_select(0, self.mine)
         shard = sent(plan.ulysses_axis, [packed] * plan.ulysses, self.of_ulysses, what).wait()
-        given = [shard.index_select(0, at) for at in self.give]
-        return Coming(self, sent(plan.ring_axis, given, self.of_ring, what), maps.kv.shape[-1])
+        given = [shard.index_select(0, at) for at in self.to_send]
+        return Transfer(self, sent(plan.ring_axis, given, self.of_ring, what), maps.kv.shape[-1])
 
 
-class Coming:
+class Transfer:
     """Maps on their way; `before()` waits once, for the state before each of this rank's segments [N, H, K, V]."""
 
-    def __init__(self, chains: Chains, flying: Any, value_dim: int):
-        self.chains, self.flying, self.V = chains, flying, value_dim
+    def __init__(self, chains: Chains, transfer: Any, value_dim: int):
+        self.chains, self.transfer, self.V = chains, transfer, value_dim
         self.states: Tensor | None = None
 
     def before(self) -> Tensor:
         if self.states is None:
-            every = self.flying.wait()
+            every = self.transfer.wait()
             maps = Map(*every.split_with_sizes([every.shape[-1] - self.V, self.V], -1))
             self.states = maps.kv.new_zeros(self.chains.count, *maps.kv.shape[1:])
             walked: dict[int, tuple[int, Tensor | None]] = {}  # by first segment: how far, and the state there
-            for own, chain in self.chains.needs:
+            for segment, chain in self.chains.needs:
                 done, state = walked.get(chain[0], (0, None))
-                state = after(maps, chain[done:], state)
+                for i in chain[done:]:
+                    state = Map(maps.factor[i : i + 1], maps.kv[i : i + 1]).after(state)
                 walked[chain[0]] = len(chain), state
-                self.states[own] = state
-            self.flying = None
+                self.states[segment] = state
+            self.transfer = None
         return self.states
-
-
-def after(maps: Map, chain: Sequence[int], state: Any) -> Any:
-    """The state behind these segments."""
-    for i in chain:
-        row = Map(maps.factor[i : i + 1], maps.kv[i : i + 1])
-        state = row.after(state)
-    return state

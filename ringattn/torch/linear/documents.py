@@ -30,16 +30,14 @@ from ringattn.kernels.linear.maps import Inputs, Map
 from ringattn.layouts.layout import Shard
 from ringattn.masks.spec import Docs
 from ringattn.plans.plan import Plan
-from ringattn.plans.segments import pieces, segments, uneven
+from ringattn.plans.segments import pieces, segments
 from ringattn.torch.exchange import hop
-from ringattn.torch.linear.chains import Chains, Coming
-from ringattn.torch.linear.states import Flight
 
 if TYPE_CHECKING:
     from ringattn.torch.linear.call import Given, LinearCall
 
 BLOCK = 64  # tokens: what a kernel computes at once, and about what a row costs beside its tokens, for its map
-LEVEL = 1024  # tokens: what a level costs on a GPU, where a launch waits for the level before; on a CPU nothing
+TOKENS_PER_LEVEL = 1024  # its cost on a GPU, where a launch waits for the level before; on a CPU nothing
 
 Ints = np.ndarray
 
@@ -61,15 +59,15 @@ class Documents:
         starts = np.repeat(np.broadcast_to(docs.starts, (batch, width + 1)), P, 0)  # [B * P, documents and one more]
         first, stop = (np.tile(x, batch)[:, None] for x in zip(*((r.start, r.stop) for r in mine), strict=True))
         begin, end = np.maximum(starts[:, :-1], first), np.minimum(starts[:, 1:], stop)
-        held = end > begin
-        held[~held.any(1), -1] = True
-        segment, i = np.nonzero(held)  # of each fragment, in the order of the sequence
-        begin, tokens = begin[held], np.maximum(end - begin, 0)[held]
+        present = end > begin
+        present[~present.any(1), -1] = True
+        segment, i = np.nonzero(present)  # of each fragment, in the order of the sequence
+        begin, tokens = begin[present], np.maximum(end - begin, 0)[present]
         begins = (begin == starts[segment, i]) & (tokens > 0)
         ends = (begin + tokens == starts[segment, i + 1]) & (tokens > 0)
         document = segment // P * width + i
 
-        L = row_length(tokens, LEVEL if device.type == "cuda" else 0)
+        L = row_length(tokens, TOKENS_PER_LEVEL if device.type == "cuda" else 0)
         rows = np.maximum(-(-tokens // L), 1)
         self.levels = [int((rows > n).sum()) for n in range(rows.max())]
         self.joined = not self.alone or len(self.levels) > 1  # whether maps of rows are needed
@@ -94,35 +92,26 @@ class Documents:
         self.shape = int(offset[-1]), L
         self.places = self.inverses(token, (offset[at // L] + np.repeat(own, tokens)) * L + at % L)
 
-        ending = np.broadcast_to(docs.starts, (batch, width + 1))
-        self.find_ends(plan, every, ending, ring_rank)
-        self.chains = None  # forward and backward, where only some documents go on from rank to rank
-        if uneven(plan) and not self.alone:
-            place = ring_rank, ulysses_rank
-            self.chains = [Chains(plan, ending, place, device, backward) for backward in (False, True)]
+        self.starts: Ints = np.broadcast_to(docs.starts, (batch, width + 1))
+        self.find_ends(plan, every, ring_rank)
 
-    def find_ends(self, plan: Plan, every: list[Shard], starts: Ints, ring_rank: int) -> None:
+    def find_ends(self, plan: Plan, every: list[Shard], ring_rank: int) -> None:
         """Which rank has the last token of each document, and which document is the last one with tokens of each row.
 
         `every` are the segments of all ranks.
         """
-        held_by = np.array(sorted((r.start, number) for number, each in enumerate(every) for r in each))
+        starts = self.starts
+        holders = np.array(sorted((r.start, number) for number, each in enumerate(every) for r in each))
         empty = starts[:, 1:] == starts[:, :-1]
         last_tokens = np.maximum(starts[:, 1:].ravel() - 1, 0)
-        home = held_by[np.searchsorted(held_by[:, 0], last_tokens, "right") - 1, 1]
+        owner = holders[np.searchsorted(holders[:, 0], last_tokens, "right") - 1, 1]
         self.empty, real = self.index(np.flatnonzero(empty)), np.flatnonzero(~empty)
-        self.order = self.index(real[np.argsort(home[real], kind="stable")])  # by rank
-        counts = np.bincount(home[real], minlength=plan.ring * plan.ulysses).reshape(plan.ring, plan.ulysses)
+        self.order = self.index(real[np.argsort(owner[real], kind="stable")])  # by rank
+        counts = np.bincount(owner[real], minlength=plan.ring * plan.ulysses).reshape(plan.ring, plan.ulysses)
         self.of_ulysses, self.of_ring = counts[ring_rank].tolist(), counts.sum(1).tolist()
         batch, width = empty.shape
         final = np.where(empty.all(1), 0, width - 1 - np.argmin(empty[:, ::-1], 1))
         self.final = self.index(np.arange(batch) * width + final)
-
-    def exchange(self, call: "LinearCall", maps: Map, backward: bool = False) -> Flight | Coming:
-        """Start the transfer of the states before segments, or backward of the gradients behind them."""
-        if self.chains:
-            return self.chains[backward].start(call.plan, maps)
-        return call.passages[backward].start(maps, None)
 
     def index(self, x: Ints, dtype: Any = np.int64) -> Tensor:
         return torch.from_numpy(x.astype(dtype)).to(self.device)
@@ -264,17 +253,17 @@ def forward(call: "LinearCall", given: "Given") -> tuple[Tensor, Tensor | None, 
     d, x, initial = call.documents, call.documents.inputs(call, given), call.documents.of_documents(given.initial_state)
     like = state_of(x)
     own = call.kernel.scan_states(x, maps=d.joined)
-    flying: Any = None
+    transfer: Any = None
     if not d.alone:
         assert own.map is not None
         before = d.walked(own.map, d.before(initial, None, like))
-        flying = d.exchange(call, d.of_segments(own.map, before))
-    starts = cache(lambda: d.walked(own.map, d.before(initial, flying.before() if flying else None, like)))
+        transfer = call.passages[0].start(d.of_segments(own.map, before))
+    starts = cache(lambda: d.walked(own.map, d.before(initial, transfer.before() if transfer else None, like)))
     out, behind = call.kernel.read_out(x, own, starts)
     end = d.shared(call.plan, behind.index_select(0, d.ended[1]), initial) if call.returned else None
     if call.returned == "rows" and end is not None:
         end = end.index_select(0, d.final)
-    return d.whole(out), end, flying.before() if flying else None, starts()
+    return d.whole(out), end, transfer.before() if transfer else None, starts()
 
 
 def backward(
@@ -293,16 +282,16 @@ def backward(
         dend = dend.new_zeros(d.count, *dend.shape[1:]).index_copy_(0, d.final, dend)
     back = call.kernel.scan_gradients(x, dout, maps=d.joined)
     dends = None if dend is None else d.delivered(call.plan, dend)
-    flying: Any = None
+    transfer: Any = None
     if not d.alone:
         assert back.map is not None
         behind = d.walked_back(back.map, d.behind(dends, None, like))
-        flying = d.exchange(call, d.of_segments(back.map, behind, True), backward=True)
+        transfer = call.passages[1].start(d.of_segments(back.map, behind, True))
     own = call.kernel.scan_states(x, maps=d.joined and starts is None)
     if starts is None:
         starts = d.walked(own.map, d.before(initial, segments, like))
     dbehind: Callable[[], Tensor] = cache(
-        lambda: d.walked_back(back.map, d.behind(dends, flying.before() if flying else None, like))
+        lambda: d.walked_back(back.map, d.behind(dends, transfer.before() if transfer else None, like))
     )
     *grads, dbefore = call.kernel.gradients(x, own, starts, back, dout, dbehind)
     dinitial = d.of_initial(dbefore, dend, given.initial_state)

@@ -86,13 +86,16 @@ def forward(call: LinearCall, given: Given) -> Outputs:
             out, end, *more = documents.forward(call, given)
             return out, end, *(more if call.gradients else (None, None))
         x = call.inputs(given)
-        own = call.kernel.scan_states(x, maps=not call.alone)
-        flying = call.passages[0].start(own.map, given.initial_state, bool(call.returned)) if call.passages else None
+        scan = call.kernel.scan_states(x, maps=not call.alone)
+        transfer: Any = None
+        if call.passages:
+            passage: Any = call.passages[0]
+            transfer = passage.start(scan.map, given.initial_state, bool(call.returned))
         kept = None if call.kept is None else given.q.new_empty(call.kept[0], dtype=call.kept[1])
-        out, end = call.kernel.read_out(x, own, flying.before if flying else given.initial_state, kept)
+        out, end = call.kernel.read_out(x, scan, transfer.before if transfer else given.initial_state, kept)
         start = None
-        if flying is not None:
-            start, end = flying.before(), flying.behind if call.returned else None
+        if transfer is not None:
+            start, end = transfer.before(), transfer.behind if call.returned else None
     start = start if call.gradients and kept is None else None
     return call.whole(out).contiguous(), end if call.returned else None, start, kept
 
@@ -112,17 +115,17 @@ def backward(
             return documents.backward(call, given, start, kept, dout, dend)
         x, dout = call.inputs(given), call.of_output(dout)
         back = call.kernel.scan_gradients(x, dout, maps=not call.alone)
-        flying = None
+        transfer: Any = None
         if call.passages:
-            passage = call.passages[1]
-            flying = passage.start(back.map, None if dend is None else passage.total(dend))
-        own: Any = kept
+            passage: Any = call.passages[1]
+            transfer = passage.start(back.map, None if dend is None else passage.total(dend))
+        scan: Any = kept
         if kept is None:  # recompute them while the gradients of the states travel
-            own = call.kernel.scan_states(x, maps=False)
+            scan = call.kernel.scan_states(x, maps=False)
         before = given.initial_state if call.alone else start
-        *grads, dinitial = call.kernel.gradients(x, own, before, back, dout, flying.before if flying else dend)
-        if flying is not None and given.initial_state is not None:
-            dinitial = flying.behind if call.first else torch.zeros_like(given.initial_state)
+        *grads, dinitial = call.kernel.gradients(x, scan, before, back, dout, transfer.before if transfer else dend)
+        if transfer is not None and given.initial_state is not None:
+            dinitial = transfer.behind if passage.ends_on_this_rank else torch.zeros_like(given.initial_state)
         dq, dk, dv, dg, dbeta = (None if t is None else call.whole(t).contiguous() for t in grads)
         if dg is not None and call.real is not None:  # padding lies before the end state, so its gates have gradients
             dg = cleared(dg, call.real).contiguous()

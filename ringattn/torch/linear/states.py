@@ -36,17 +36,17 @@ class Passage:
         self.walk = order(plan)[::-1] if backward else order(plan)
         self.mine = [(rank, plan.ulysses_axis.rank, p) for p in range(self.P)]
         self.last = max(map(self.walk.index, self.mine))
-        self.here = [place for place in self.walk if place[0] == rank]
-        each = len(self.here) // (passes(plan) or 1)
-        self.legs = [self.here[at : at + each] for at in range(0, len(self.here), each)]  # unless the way is gather
+        self.ends_on_this_rank = self.walk[-1][:2] == (rank, plan.ulysses_axis.rank)
+        self.shard = [place for place in self.walk if place[0] == rank]  # this ring rank's segments
+        each = len(self.shard) // (passes(plan) or 1)
+        self.legs = [self.shard[at : at + each] for at in range(0, len(self.shard), each)]  # unless the way is gather
         self.reversed = [False, True] if len(self.legs) == 2 else [backward]
 
-    def start(self, own: Map | None, state: State, end_everywhere: bool = False) -> "Flight":
+    def start(self, maps: Map, state: State = None, end_everywhere: bool = False) -> "Transfer":
         """Send the map of each segment, [B * P, ...], or the state [B, H, K, V] before the first segment, the same on
         every rank.
         """
-        assert own is not None
-        return Flight(self, own, state, end_everywhere)
+        return Transfer(self, maps, state, end_everywhere)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over all ranks: on the ring rank where the passage begins, or on all ranks if the way is gather."""
@@ -55,22 +55,22 @@ class Passage:
         return gathered(x, ring).sum(0) if self.way.name == "gather" else add_up(ring, x, self.walk[0][0])
 
 
-class Flight:
+class Transfer:
     """A transfer of the state before each of this rank's segments; `before()` waits for it."""
 
-    def __init__(self, passage: Passage, own: Map, start: State, end_everywhere: bool):
-        self.passage, self.own, self.first, self.end_everywhere = passage, own, start, end_everywhere
+    def __init__(self, passage: Passage, local: Map, start: State, end_everywhere: bool):
+        self.passage, self.local, self.first, self.end_everywhere = passage, local, start, end_everywhere
         self.ring, self.arrived = passage.plan.ring_axis, False
         self.ahead: Iterable[Tensor] = ()
         self.state: State = None
-        self.V = own.kv.shape[-1]
-        shard = gathered(own.packed(), passage.plan.ulysses_axis)
+        self.V = local.kv.shape[-1]
+        shard = gathered(local.packed(), passage.plan.ulysses_axis)
         if passage.way.name == "gather":
-            self.flying: Any = self.ring.all_gather(shard[None])
+            self.pending: Any = self.ring.all_gather(shard[None])
         else:
-            maps = self.maps_in(shard[None], [(0, u, p) for _, u, p in passage.here])
-            self.maps = dict(zip(passage.here, maps, strict=True))
-            self.flying = self.relay(0, start)
+            maps = self.maps_in(shard[None], [(0, u, p) for _, u, p in passage.shard])
+            self.maps = dict(zip(passage.shard, maps, strict=True))
+            self.pending = self.relay(0, start)
 
     def before(self) -> State:
         """[B * P, H, K, V]; waits once. Then `behind` is the state behind all segments: on the rank that holds the last
@@ -82,8 +82,8 @@ class Flight:
             states = self.through_all() if self.passage.way.name == "gather" else self.around()
             self.state = states[mine[0]]
             if len(mine) > 1:
-                own = (states[place] for place in mine)
-                self.state = torch.stack([self.zeros() if x is None else x for x in own], 1).flatten(0, 1)
+                local = (states[place] for place in mine)
+                self.state = torch.stack([self.zeros() if x is None else x for x in local], 1).flatten(0, 1)
             elif self.state is not None:
                 self.state = self.state.contiguous()  # frees the maps of all ranks
         return self.state
@@ -91,7 +91,7 @@ class Flight:
     def through_all(self) -> dict[Place, State]:
         """The states before all segments up to the last one of this rank."""
         passage = self.passage
-        self.ahead = along(self.maps_in(self.flying.wait(), passage.walk), self.first)
+        self.ahead = along(self.maps_in(self.pending.wait(), passage.walk), self.first)
         return dict(zip(passage.walk[: passage.last + 1], self.ahead, strict=False))
 
     @property
@@ -104,7 +104,7 @@ class Flight:
         """Once or, in zigzag, twice around the ring; the second pass begins at the end of the first."""
         by_place: dict[Place, State] = {}
         for i, places in enumerate(self.passage.legs):
-            relay = self.flying if i == 0 else self.relay(i, self.behind)
+            relay = self.pending if i == 0 else self.relay(i, self.behind)
             pieces = relay.wait()
             state = pieces[0] if pieces[0] is None or len(pieces) == 1 else torch.cat(pieces, 3)
             self.ahead = along([self.maps[place] for place in places], state)
@@ -128,8 +128,8 @@ class Flight:
             yield Map(*every[r, u].select(1, p).split_with_sizes(sizes, -1))
 
     def zeros(self) -> Tensor:
-        N, H, K, _ = self.own.kv.shape
-        return self.own.kv.new_zeros(N // self.passage.P, H, K, self.V)
+        N, H, K, _ = self.local.kv.shape
+        return self.local.kv.new_zeros(N // self.passage.P, H, K, self.V)
 
 
 def along(maps: Iterable[Map], state: State) -> Iterator[Any]:
