@@ -296,7 +296,7 @@ def damage(path: Path, rank: int = 0, ranks: int = 0) -> str | None:
             if checksum(regular(path / name)) != files[name]:
                 return f"{name} is not as it was saved"
     except UNREADABLE as error:
-        return f"{type(error).__name__}: {error}"
+        return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
     return None
 
 
