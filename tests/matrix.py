@@ -3,8 +3,7 @@
 A cell is (integration, wrapper, precision, recomputation, batch). `run_cell` runs it on the ranks that were started;
 `alone` is the same model on one rank, in plain torch or transformers, without ringattn over ranks.
 
-    python tests/matrix.py            # every cell on two CPU ranks: half an hour
-    python tests/matrix.py steps=50   # each integration trains so many steps, and every step's loss is compared
+    python tests/matrix.py   # every cell on two CPU ranks: half an hour
 
     B batch   T tokens   C width   V vocabulary
 """
@@ -37,14 +36,13 @@ from ringattn.models.hf import memory
 from ringattn.models.nn import Attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DEVICE, STEPS = os.environ.get("MATRIX_DEVICE", "cpu"), int(os.environ.get("MATRIX_STEPS", "1"))
+DEVICE = os.environ.get("MATRIX_DEVICE", "cpu")
 if os.environ.get("MATRIX_LIBRARIES"):
     kernels.VENDOR_ROWS = 0
 S = 8 if DEVICE == "cuda" else 1  # GPU kernels have larger heads
 T, C, D, V, IGNORED = 32 * S, 32 * S, 8 * S, 64, -100
 LENGTHS = [12 * S, 20 * S]  # of packed documents, and of padded rows: multiples of what zigzag cuts them into
 memory.NUMBERS = memory.LOGITS = 16 * C * S  # hf.in_pieces makes pieces of so few tokens
-LR = 3e-3  # of AdamW, if there are several steps
 
 INTEGRATIONS = "prepare", "Trainer", "accelerate", "SFT", "compat", "attention", "nn"
 WRAPPERS = "DDP", "FSDP2 summed", "FSDP2 averaged"
@@ -100,12 +98,9 @@ def covering() -> list[Cell]:
 # The data: one batch a kind, whole, the same on every rank.
 
 
-def batch_of(kind: str, step: int = 0) -> dict[str, Tensor]:
-    draw, rows = torch.Generator().manual_seed(7 + step), 1 if kind == "packed" else 2
-    if STEPS > 1:  # something to learn
-        tokens = 3 + (torch.arange(T) + torch.randint(0, V, (rows, 1), generator=draw)) % (V - 3)
-    else:
-        tokens = torch.randint(3, V, (rows, T), generator=draw)
+def batch_of(kind: str) -> dict[str, Tensor]:
+    draw, rows = torch.Generator().manual_seed(7), 1 if kind == "packed" else 2
+    tokens = torch.randint(3, V, (rows, T), generator=draw)
     labels = tokens.clone()
     labels[:, 5] = IGNORED
     given = {"input_ids": tokens, "labels": labels}
@@ -209,7 +204,6 @@ def exact_in_bf16(model: Any) -> Any:
 class Found(NamedTuple):
     loss: float
     grads: dict[str, Any]  # numpy, by the parameter's name
-    losses: tuple[float, ...] = ()  # of each step, if there are several
 
 
 def found_of(loss: Any, named: Any, scale: float = 1.0) -> Found:
@@ -230,42 +224,17 @@ def casting(precision: str) -> Any:
 
 def alone(cell: Cell) -> Found:
     """The cell's model on one rank, in its precision (mixed precision casts the weights, too)."""
-    model, forward = on_one_rank(cell)
+    kind = cell.integration if cell.integration in ("compat", "attention", "nn") else "llama"
+    model, given = llama() if kind == "llama" else plain(kind), batch_of(cell.batch)
     if cell.precision in ("bf16 weights", "mixed bf16"):
         model = model.bfloat16()
     with casting(cell.precision):
-        loss = forward(0)
+        if kind == "llama":
+            loss = model(**given).loss
+        else:
+            loss = model(given["input_ids"], targets_of(given), None, docs_of(cell.batch))
     loss.backward()
     return found_of(loss.detach(), model.named_parameters())
-
-
-def on_one_rank(cell: Cell) -> tuple[Any, Callable[[int], Tensor]]:
-    """The model, and its loss in each step."""
-    kind = cell.integration if cell.integration in ("compat", "attention", "nn") else "llama"
-    model = llama() if kind == "llama" else plain(kind)
-
-    def forward(step: int) -> Tensor:
-        given = batch_of(cell.batch, step)
-        if kind == "llama":
-            return model(**given).loss
-        return model(given["input_ids"], targets_of(given), None, docs_of(cell.batch))
-
-    return model, forward
-
-
-def trained_alone(cells: list[Cell]) -> list[Found]:
-    """Several steps of each on one rank, whose FSDP2 casts as that of the cell does."""
-    results = []
-    for cell in cells:
-        model, forward = on_one_rank(cell)
-        if cell.precision == "mixed bf16":
-            shielded(model, layers_of(model), cell, init_device_mesh(DEVICE, (1,)))
-        results.append(stepped(cell, model, forward))
-    return results
-
-
-def layers_of(model: Any) -> Any:
-    return model.layers if isinstance(model, Plain) else model.model.layers
 
 
 # Over ranks.
@@ -295,19 +264,10 @@ def shielded(model: nn.Module, layers: Any, cell: Cell, mesh: Any) -> nn.Module:
     return model
 
 
-def stepped(cell: Cell, call: Any, forward: Callable[[int], Tensor]) -> Found:
-    """Backward of the loss; with a scaler, of the scaled one, which is then unscaled. Or several steps of AdamW."""
-    if STEPS > 1:
-        losses, optimizer = [], torch.optim.AdamW(call.parameters(), lr=LR, weight_decay=0.0)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss = forward(step)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        return Found(losses[-1], {}, tuple(losses))
+def stepped(cell: Cell, call: Any, forward: Callable[[], Tensor]) -> Found:
+    """Backward of the loss; with a scaler, of the scaled one, which is then unscaled."""
     with casting(cell.precision):
-        loss = forward(0)
+        loss = forward()
     scale = 1024.0 if cell.precision == "fp16 scaler" else 1.0
     scaler = torch.amp.GradScaler(DEVICE, init_scale=scale, enabled=scale > 1)
     scaler.scale(loss).backward()
@@ -329,7 +289,7 @@ def by_prepare(cell: Cell) -> Found:
         keep = {"context_fn": hf.keep_attention} if cell.recomputing == "checkpointing" else {}
         hf.in_pieces(model).gradient_checkpointing_enable({"use_reentrant": False, **keep})
     call = shielded(model, model.model.layers, cell, mesh["sequence"])
-    return stepped(cell, call, lambda step: call(**batch_of(cell.batch, step)).loss)
+    return stepped(cell, call, lambda: call(**batch_of(cell.batch)).loss)
 
 
 def by_hand(cell: Cell) -> Found:
@@ -342,8 +302,8 @@ def by_hand(cell: Cell) -> Found:
     model.again = cell.recomputing in ("checkpointing", "both")
     call = shielded(model, model.layers, cell, mesh["ring"])
 
-    def forward(step: int) -> Tensor:
-        given = batch_of(cell.batch, step)
+    def forward() -> Tensor:
+        given = batch_of(cell.batch)
         loss = call(plan.shard(given["input_ids"]), plan.shard(targets_of(given) - IGNORED) + IGNORED, plan, docs)
         return loss if cell.wrapper == "FSDP2 summed" else loss + (plan.ring - 1) * (loss - loss.detach())
 
@@ -391,19 +351,14 @@ def by_accelerate(cell: Cell) -> Found:
             accelerator = hf.over_ranks(
                 Accelerator(parallelism_config=ParallelismConfig(cp_size=ranks), fsdp_plugin=plugin, **options)
             )
-        kind = partial(torch.optim.SGD, lr=0.0) if STEPS == 1 else partial(torch.optim.AdamW, lr=LR, weight_decay=0.0)
-        model, optimizer = accelerator.prepare(model, kind(model.parameters()))
-        losses, grads = [], {}
-        for step in range(STEPS):
-            given = batch_of(cell.batch, step)
-            with accelerator.maybe_context_parallel(buffers=list(given.values()), buffer_seq_dims=[1] * len(given)):
-                loss = model(**given).loss
-                accelerator.backward(loss)
-            losses.append(float(loss.detach()))
-            grads = found_of(0.0, model.named_parameters()).grads if STEPS == 1 else grads
-            optimizer.step()
-            optimizer.zero_grad()
-        return Found(losses[-1], grads, tuple(losses))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        given = batch_of(cell.batch)
+        with accelerator.maybe_context_parallel(buffers=list(given.values()), buffer_seq_dims=[1] * len(given)):
+            loss = model(**given).loss
+            accelerator.backward(loss)
+        result = found_of(loss.detach(), model.named_parameters())
+        optimizer.step()
+        return result
 
 
 def by_trainer(cell: Cell) -> Found:
@@ -413,16 +368,15 @@ def by_trainer(cell: Cell) -> Found:
 
     class Kept(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            if STEPS == 1:
-                kept.append(found_of(0.0, given["model"].named_parameters()))
+            kept.append(found_of(0.0, given["model"].named_parameters()))
 
     kept: list[Found] = []
-    model, count = llama(), iter(range(STEPS + 9))  # loaders may draw ahead
+    model = llama()
     model = model.bfloat16() if cell.precision == "bf16 weights" else model
     again = cell.recomputing in ("checkpointing", "both")
     options: dict[str, Any] = {
-        "use_cpu": DEVICE == "cpu", "bf16": cell.precision == "mixed bf16", "max_steps": STEPS, "optim": "adamw_torch",
-        "learning_rate": 0.0 if STEPS == 1 else LR, "lr_scheduler_type": "constant",
+        "use_cpu": DEVICE == "cpu", "bf16": cell.precision == "mixed bf16", "max_steps": 1, "optim": "adamw_torch",
+        "learning_rate": 0.0, "lr_scheduler_type": "constant",
         "logging_steps": 1, "per_device_train_batch_size": 2, "report_to": "none", "disable_tqdm": True,
         "save_strategy": "no", "max_grad_norm": 0.0, "ddp_find_unused_parameters": False,
         "gradient_checkpointing": again, "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -447,10 +401,10 @@ def by_trainer(cell: Cell) -> Found:
         args = arguments("/nonexistent", **options)
         args.parallelism_config = ParallelismConfig(cp_size=dist.get_world_size())
         Long = type("Long", (hf.OverRanks, kind), {})
-        rows: Any = [{"input_ids": torch.arange(T)}] * (2 * STEPS + 20)  # the collator makes the batches
+        rows: Any = [{"input_ids": torch.arange(T)}] * 22  # the collator makes the batches
 
         def collate(rows: Any) -> dict[str, Tensor]:
-            given = batch_of(cell.batch, next(count))
+            given = batch_of(cell.batch)
             if cell.integration == "SFT" and not {"attention_mask", "position_ids"} & set(given):
                 given["attention_mask"] = torch.ones_like(given["input_ids"])  # as TRL's collator makes them
             return {name: x.cpu() for name, x in given.items()}
@@ -469,7 +423,7 @@ def by_trainer(cell: Cell) -> Found:
         )
         trainer.train()
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-        return Found(losses[-1], kept[0].grads if kept else {}, tuple(losses))
+        return Found(losses[-1], kept[0].grads)
 
 
 def tokenizer() -> Any:
@@ -573,8 +527,6 @@ def starter() -> Any:
 
 def table(cells: list[Cell], tensor_parallel: bool = False) -> list[Row]:
     """All cells over two ranks (processes), in one start of them, and each beside one rank."""
-    if STEPS > 1:
-        return trained(cells)
     start = starter()
     results, owns = start(work, 2, cells)[0], cache(lambda *key: alone(Cell(*key)))
     if tensor_parallel:
@@ -592,28 +544,6 @@ def table(cells: list[Cell], tensor_parallel: bool = False) -> list[Row]:
     return rows
 
 
-def trained(cells: list[Cell]) -> list[Row]:
-    """Cells that take several steps: the largest difference of a loss to one rank's, in float32."""
-    start = starter()
-    results = start(work, 2, cells)[0]
-    owns = start(trained_alone, 1, [c._replace(precision=p) for c in cells for p in (c.precision, "float32")])[0]
-    rows = []
-    for cell, result, own, truth in zip(cells, results, owns[::2], owns[1::2], strict=True):
-        if isinstance(result, str):
-            rows.append(Row(cell, result, {}))
-            continue
-        assert len(result.losses) == STEPS, len(result.losses)
-        mine, single = (max(abs(a - b) for a, b in zip(x.losses, truth.losses, strict=True)) for x in (result, own))
-        limit = 1e-5 if cell.precision == "float32" else 2 * single
-        rows.append(Row(cell, "", {f"{STEPS} losses": (mine, limit)}))
-    return rows
-
-
-FIFTY = [
-    Cell(integration, "FSDP2 averaged", precision, "kept", "packed")
-    for integration in INTEGRATIONS
-    for precision in ("float32", "mixed bf16")
-]
 TENSOR_PARALLEL = Cell("prepare", "FSDP2 x TP", "mixed bf16", "kept", "packed")
 
 
@@ -646,12 +576,7 @@ def main(cells: list[Any], tensor_parallel: bool) -> None:
 
 
 if __name__ == "__main__":
-    words = dict(word.split("=") for word in sys.argv[1:])
-    if steps := words.pop("steps", None):
-        os.environ["MATRIX_STEPS"] = steps
     import matrix  # read anew, and by its name, under which ranks find it
 
     left = {} if find_spec("trl") else {"SFT"}
-    matrix.main(
-        [cell for cell in (matrix.FIFTY if steps else matrix.covering()) if cell.integration not in left], False
-    )
+    matrix.main([cell for cell in matrix.covering() if cell.integration not in left], False)

@@ -97,16 +97,6 @@ def test_a_rank_that_runs_backward_again_is_named_on_all(function):
         assert f"call: ring rank 0 has backward of {function}, ring rank 1 has {function}" in text
 
 
-def test_documents_after_none_are_a_new_kind(exchanged):
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=16)
-        ra.attention(*qkv(), plan)
-        with pytest.raises(ValueError, match=r"docs: ring rank 0 has Docs.* ring rank 1 has Docs"):
-            ra.attention(*qkv(), plan, docs=lengths(mesh.rank))
-
-    run(one_rank, ring=2)
-
-
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
@@ -123,29 +113,6 @@ def test_ranks_that_decide_by_other_hosts_or_another_machine_are_named(choices, 
             ra.attention(*qkv(), plan)
 
     run(one_rank, ring=4, timeout=20)
-
-
-def test_a_plan_remembers_so_many_kinds_and_no_more(exchanged, monkeypatch):
-    monkeypatch.setattr(agree, "MOST", 5)
-
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=16)
-        for batch in range(1, 12):
-            ra.attention(*qkv(batch=batch), plan)
-            assert len(plan.agreed) <= 5
-
-    run(one_rank, ring=2)
-
-
-def test_a_plan_remembers_nothing_where_all_is_compared():
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=16)
-        for step in range(3):
-            ra.attention(*qkv(), plan, docs=lengths(step))
-            ra.attention(*qkv(), plan)
-        assert not plan.agreed
-
-    run(one_rank, ring=2)
 
 
 def test_a_rank_whose_later_call_is_wrong_raises_at_once(exchanged):

@@ -18,9 +18,7 @@ from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.masks.spec import AttentionSpec
 from ringattn.plans import recipe
-from ringattn.plans.mask import Mask, table_of
 from ringattn.plans.transport import Transport
-from ringattn.torch import agree
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.ulysses import summed
 from tests.cases import BALANCED, CASES, FEATURES, PLACES, large_scores
@@ -128,55 +126,6 @@ WAYS = [{"route": "relay"}, {"together": 2}, {"together": 7}, {"route": "levels"
 @pytest.mark.parametrize("case, choices", a_third(WAYS))
 def test_other_ways_to_bring_keys_equal_it_too(case, choices):
     check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "choices",
-    [
-        {"together": 1},
-        {"together": 3},
-        {"together": 3, "long": 0},
-        {"together": 3, "grads": "input"},
-        {"route": "levels", "hosts": 2},
-        {"route": "relay"},
-        {"strategy": "gather"},
-    ],
-    ids=str,
-)
-def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, transposed, monkeypatch):
-    """Of `out` alone, which is handed on as it is; kept, sent and added as they are found, however q lies."""
-    how = dict(choices)
-    strategy = how.pop("strategy", "ring")
-    monkeypatch.setattr(recipe, "LONG", how.pop("long", recipe.LONG))
-    given = [torch.randn(2, 90, h, 16).to(dtype) for h in (4, 2, 2, 4)]
-    leaves = [x.double().requires_grad_() for x in given[:3]]
-    ra.attention(*leaves).backward(given[3].double())
-
-    def one_rank(mesh):
-        plan = ra.plan(
-            mesh, seq_len=90, kernel="sdpa_cpu", layout="zigzag", strategy=strategy, transport=Transport(**how)
-        )
-        q, k, v, dout = (plan.shard(x) for x in given)
-        if transposed:
-            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = ra.attention(*leaves, plan)
-        axis = plan.ring_axis
-        tokens = [int(each[axis.rank]) for each in table_of(Mask(plan, ra.AttentionSpec()), plan.hosts).sent]
-        before = axis.sent
-        out.backward(dout)
-        sent = axis.sent - before
-        return [plan.unshard(x.grad) for x in leaves], sent, tokens
-
-    for grads, sent, (keys, back) in run_ranks(one_rank, ring=4):
-        for result, leaf in zip(grads, leaves, strict=True):
-            assert result.dtype == dtype and (result - leaf.grad).norm() < 3 * torch.finfo(dtype).eps * leaf.grad.norm()
-        if "together" in choices:
-            numbers = 2 * 2 * 2 * 16  # of the keys and values of a token
-            back_bytes = dtype.itemsize if "grads" in choices else 4  # gradients are found in float32
-            assert sent == keys * numbers * dtype.itemsize + back * numbers * back_bytes
 
 
 IN_GROUPS = [
@@ -346,20 +295,3 @@ def test_outputs_are_rounded_once_however_many_steps_a_ring_has():
 def test_the_copies_of_a_key_head_add_up_in_float32():
     copies = torch.tensor([256.0, *[1.0] * 7], dtype=torch.bfloat16).reshape(1, 1, 8, 1)
     assert summed(copies, kv_heads=1).item() == 264  # 263 rounded; one after the other in bfloat16 it is 256
-
-
-def test_a_call_that_keeps_gradients_is_bound_apart(monkeypatch):
-    """After one without gradients a call with some is a new kind, on which all ranks agree."""
-    asked = []
-    agreed = agree.agree
-    monkeypatch.setattr(agree, "agree", lambda plan, words, *more: asked.append(words) or agreed(plan, words, *more))
-    monkeypatch.setattr(LocalAxis, "cheap_words", False)
-
-    def one_rank(mesh):
-        plan, x = choosing.plan(mesh, seq_len=16), torch.ones(1, 8, 2, 8)
-        for gradients in (False, True, False, True):
-            q = x.clone().requires_grad_(gradients)
-            assert api.attention(q, x, x, plan).requires_grad == gradients
-
-    run_ranks(one_rank, ring=2)
-    assert sorted(words["gradients"] for words in asked) == ["False", "False", "True", "True"]

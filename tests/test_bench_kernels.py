@@ -54,18 +54,6 @@ def test_a_kernel_and_linear_attention_compute_the_same(rule: str, tmp_path: Pat
     assert {r["impl"] for r in rows} == {"auto", "chunkwise"} and all(r["tokens_per_us"] > 0 for r in rows)
 
 
-def test_a_mask_of_several_calls_leaves_the_kernels_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(tmp_path, "kernels", "tokens=96", "mask=shared:20:6:4", "rounds=1")
-    assert {r["impl"] for r in rows} == {"auto"}
-    assert "tiled: this mask takes several calls of a kernel" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("word", ["mask=casual", "impls=tilde", "tokens=many"])
-def test_a_wrong_word_is_one_sentence(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", word, "device=cpu", "head_dim=8"]) == 2
-    assert word.split("=")[0] in capsys.readouterr().err
-
-
 def test_tokens_are_decoded_beside_a_copy_and_prompts_beside_a_ring(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "inference", "tokens=64", "chunk=16", "ranks=2", "repeats=1", "moves=auto,queries")
     assert [r["way"] for r in rows] == ["decode", "row", "ring", "whole", "chunks", "chunks"]

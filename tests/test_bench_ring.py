@@ -1,9 +1,5 @@
 """bench ring: what it counts; bench plans; and how their rows are kept and compared."""
 
-import json
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,39 +23,6 @@ def test_pairs_are_those_of_the_mask(mask):
     assert case.pairs == pytest.approx(float(lse.exp().sum()), abs=1e-6)
 
 
-def test_documents_fill_the_requested_tokens():
-    assert masks.mixed(masks.SHORT, 5000) == [512, 4096, 392]
-    assert masks.mixed(masks.LONG, 200000)[:17] == [*masks.LONG, masks.LONG[0]]
-    assert masks.case_of("short", 96).tokens == 96 and masks.case_of("shared:32:9:3", 96).tokens == 59
-
-
-def test_what_got_slower_lies_beyond_the_noise(tmp_path):
-    """Cases of a file that was measured several times, on other commits and with other repeats."""
-    old = tmp_path / "old.jsonl"
-    rows = [{"tokens": t, "mode": "forward", "commit": c, "repeats": 3, "ms": ms, "tflops": 1.0}
-            for t, c, ms in ((64, "a", 1.0), (64, "b", 1.2), (96, "a", 2.0), (128, "a", 4.0))]  # fmt: skip
-    old.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = spec_from_file_location("compare", Path(__file__).parent.parent / "benchmarks" / "compare.py")
-    assert spec is not None and spec.loader is not None
-    compare = module_from_spec(spec)
-    spec.loader.exec_module(compare)
-    new = [{"tokens": t, "mode": "forward", "commit": "c", "ms": ms} for t, ms in
-           ((64, 1.22), (64, 1.3), (96, 1.9), (128, 4.1), (256, 1.0))]  # fmt: skip
-    results = compare.compared(new, read(old))
-    assert [row["case"] for row in results] == ["64", "64", "96", "128", "256"]
-    assert [row["verdict"] for row in results] == [
-        "within the noise",
-        "more",
-        "less",
-        "within the noise",
-        "not in the file",
-    ]
-    assert (results[0]["old"], results[2]["old"], results[2]["ratio"]) == ("1 to 1.2", "2", 0.95)
-    old.write_text('{"ms": 1}\n[2]\n')
-    with pytest.raises(ValueError, match="line 2 is not an object"):
-        read(old)
-
-
 def cut_short(options):
     yield {"ms": float(dist.get_rank())}
     dist.barrier()
@@ -73,14 +36,6 @@ def test_the_rows_of_a_run_that_fails_are_in_its_file(tmp_path, monkeypatch, cap
     assert "an hour later" in capsys.readouterr().err
     (row,) = read(out)
     assert row["ms"] == 1.0 and row["ranks"] == 2 and row["commit"]
-
-
-def test_words_that_are_wrong_or_without_a_value(capsys):
-    assert words.main(["bench", "ring", "device=cpu", "tokens=64", "ranks=2", "ulysses=3"]) == 2
-    assert "ulysses=3 does not divide ranks=2" in capsys.readouterr().err
-    for wrong in ("caussal", "first:3", "0", "even:x", "spans:9:4:1"):
-        assert words.main(["bench", "ring", "device=cpu", "tokens=64", "ranks=2", f"mask={wrong}"]) == 2
-        assert f"mask={wrong}: choose causal; full" in capsys.readouterr().err
 
 
 def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():

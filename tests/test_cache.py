@@ -1,10 +1,8 @@
 """Prefill in chunks and decode over ranks equal attention over everything at once, at every position."""
 
 import copy
-import pickle
 from contextlib import nullcontext
 from functools import partial
-from itertools import product
 
 import numpy as np
 import pytest
@@ -121,14 +119,6 @@ def test_windows_softcap_sinks_and_shapes(shapes, given, move):
         assert off(out, expected) <= LIMIT
 
 
-def test_the_case_of_nine_tokens_in_chunks_of_three_and_one_decoded():
-    q, k, v = draw(B=2, T=10, H=4, G=4, D=16, V=16)
-    expected = ra.attention(q.double(), k.double(), v.double())
-    for sizes in MESHES:
-        for out in run(lambda mesh: generate(mesh, q, k, v, 3, 1), **sizes):
-            assert off(out, expected) <= LIMIT
-
-
 def over_gloo(q, k, v):
     size = torch.distributed.get_world_size()
     ulysses = 1 if size == 1 else 2
@@ -162,22 +152,6 @@ def test_a_window_keeps_only_what_can_still_be_seen():
     assert max(run(one_rank, ring=2)) <= (16 + 8) // 2 + 2 * 2
 
 
-def test_a_chunk_of_all_that_is_left_fits_a_copy_of_a_cache_with_a_window():
-    q, k, v = draw(B=1, T=60)
-    spec, plan = ra.AttentionSpec(window=16), ra.plan(seq_len=10)
-    cache = KVCache.allocate(
-        plan, batch=1, max_len=60, kv_heads=2, head_dim=8, dtype=q.dtype, window=16, room=10, block=2
-    )
-    for held in (10, 20, 30):
-        prefill(*(x[:, held - 10 : held] for x in (q, k, v)), plan, cache, spec=spec)
-        larger, rest = cache.for_chunk(60 - held), plan.for_length(60 - held)
-        assert larger.room() == 60 - held and cache.for_chunk(61 - held) is cache
-        assert cache.k.shape[1] < larger.k.shape[1] <= 60 - cache.stripes.origin + 2
-        out = prefill(*(x[:, held:] for x in (q, k, v)), rest, larger, spec=spec)
-        assert off(out, ra.attention(q.double(), k.double(), v.double(), spec=spec)[:, held:]) <= LIMIT
-    assert cache.stripes.origin > 0
-
-
 def test_a_window_cannot_be_taken_back_past_what_it_kept():
     q, k, v = draw(B=1, T=100)
     spec, plan = ra.AttentionSpec(window=16), ra.plan(seq_len=10)
@@ -193,88 +167,6 @@ def test_a_window_cannot_be_taken_back_past_what_it_kept():
     assert off(out, expected[:, first : first + 1]) <= LIMIT
     with pytest.raises(ValueError, match=rf"truncate to \[20\]: .* back from \[{first + 1}\] to \[{first}\]"):
         cache.truncate(20)
-
-
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_ranks_with_nothing_cached_are_harmless(sizes):
-    q, k, v = draw(B=1, T=4)
-    expected = ra.attention(q.double(), k.double(), v.double())
-    for move in ("queries", "keys"):
-        for out in run(lambda mesh: generate(mesh, q, k, v, 1, 3, move=move), **sizes):  # noqa: B023
-            assert off(out, expected) <= LIMIT
-
-
-def rows_of_different_lengths(mesh):
-    q, k, v = draw(T=20)
-    plan = ra.plan(mesh, seq_len=20)
-    cache = KVCache.allocate(plan, batch=2, max_len=32, kv_heads=2, head_dim=8, dtype=q.dtype, block=4)
-    prefill(*(plan.shard(x) for x in (q, k, v)), plan, cache)
-    cache.truncate([13, 20])
-    more = draw(T=5, seed=1)
-    out = decode(*more, cache)
-    assert cache.lengths.tolist() == [18, 25]
-    for row, kept in enumerate((13, 20)):
-        whole = [
-            torch.cat([x[row : row + 1, :kept], y[row : row + 1]], 1).double()
-            for x, y in zip((q, k, v), more, strict=True)
-        ]
-        assert off(out[row : row + 1], ra.attention(*whole)[:, kept:]) <= LIMIT
-
-
-def prompts_of_different_lengths(mesh):
-    q, k, v = draw(T=20)
-    for move, kernel in product(("queries", "keys"), ("auto", "sdpa_cpu")):  # which runs rectangles only
-        plan = ra.plan(mesh, seq_len=20, kernel=kernel)
-        cache = KVCache.allocate(plan, batch=2, max_len=32, kv_heads=2, head_dim=8, dtype=q.dtype, block=4)
-        prefill(*(plan.shard(x) for x in (q, k, v)), plan, cache)
-        cache.truncate([7, 16])
-        more, chunk = draw(T=11, seed=1), plan.for_length(11)
-        out = prefill(*(chunk.shard(x) for x in more), chunk, cache, start=[7, 16], move=move)
-        out = chunk.unshard(out)
-        for row, kept in enumerate((7, 16)):
-            whole = [
-                torch.cat([x[row : row + 1, :kept], y[row : row + 1]], 1).double()
-                for x, y in zip((q, k, v), more, strict=True)
-            ]
-            assert off(out[row : row + 1], ra.attention(*whole)[:, kept:]) <= LIMIT
-
-
-def forks(mesh):
-    q, k, v = draw(B=1, T=20)
-    plan = ra.plan(mesh, seq_len=20)
-    cache = KVCache.allocate(plan, batch=1, max_len=40, kv_heads=2, head_dim=8, dtype=q.dtype, block=4)
-    prefill(*(plan.shard(x) for x in (q, k, v)), plan, cache)
-    fork = cache.fork(3)
-    more = draw(B=3, T=7, seed=1)
-    first = decode(*(x[:, :4] for x in more), fork)
-    again = fork.fork()
-    second = decode(*(x[:, 4:] for x in more), again)
-    whole = [torch.cat([x.expand(3, -1, -1, -1), y], 1).double() for x, y in zip((q, k, v), more, strict=True)]
-    expected = ra.attention(*whole)[:, 20:]
-    assert off(torch.cat([first, second], 1), expected) <= LIMIT
-    assert cache.lengths.tolist() == [20] and fork.lengths.tolist() == [24] * 3
-    alone = decode(*(x[:1] for x in more), cache)  # the shared cache goes on for itself
-    assert off(alone, expected[:1]) <= LIMIT
-    with pytest.raises(ValueError, match=r"forks share the first \[20\] tokens"):
-        cache.truncate(19)
-
-
-def saved(mesh):
-    q, k, v = draw(T=20)
-    plan = ra.plan(mesh, seq_len=20)
-    caches = [KVCache.allocate(plan, batch=2, max_len=32, kv_heads=2, head_dim=8, dtype=q.dtype) for _ in range(2)]
-    prefill(*(plan.shard(x) for x in (q, k, v)), plan, caches[0])
-    caches[1].load_state_dict(caches[0].state_dict())
-    more = draw(T=1, seed=1)
-    assert torch.equal(decode(*more, caches[0]), decode(*more, caches[1]))
-
-
-@pytest.mark.parametrize(
-    "test", [rows_of_different_lengths, prompts_of_different_lengths, forks, saved], ids=lambda f: f.__name__
-)
-@pytest.mark.parametrize("sizes", MESHES[:4], ids=str)
-def test_caches(test, sizes):
-    run(test, **sizes)
 
 
 def test_keys_are_free_again_once_the_forks_that_share_them_are_gone():
@@ -315,16 +207,6 @@ def test_a_state_stays_as_it_was_saved(window):
     assert cache.lengths.tolist() == [15, 15] and cache.stripes.origin == origin
 
 
-@pytest.mark.parametrize("size", [1.0, 10.0, 50.0])
-def test_large_scores_merge_over_ranks_without_nan(size):
-    q, k, v = (
-        torch.empty(1, 33, 2, 8).uniform_(-size, size, generator=torch.Generator().manual_seed(0)) for _ in range(3)
-    )
-    expected = ra.attention(q.double(), k.double(), v.double())
-    for out in run(partial(generate, q=q, k=k, v=v, chunk=16, steps=17), ring=4):
-        assert off(out, expected) <= 1e-5 and out.isfinite().all()
-
-
 @pytest.mark.parametrize("sizes", [{"ring": 8}, {"ring": 2, "ulysses": 2}], ids=str)
 @pytest.mark.parametrize("move", ["queries", "keys"])
 def test_scores_of_ten_thousand_lose_no_digits(sizes, move):
@@ -336,43 +218,6 @@ def test_scores_of_ten_thousand_lose_no_digits(sizes, move):
     call = partial(generate, q=q, k=k, v=v, chunk=25, steps=11, move=move, spec=spec, sinks=sinks)
     for out in run(call, **sizes):
         assert off(out, expected) <= LIMIT
-
-
-def test_lengths_are_the_callers_to_change():
-    plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
-    cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=q.dtype)
-    prefill(q, k, v, plan, cache)
-    positions = cache.lengths
-    positions += 1
-    assert cache.lengths.tolist() == cache.filled.tolist() == [16, 16]
-    cache.lengths = positions
-    positions += 1
-    assert cache.lengths.tolist() == cache.filled.tolist() == [17, 17]
-
-
-def test_a_copy_has_memory_of_its_own_and_no_forks():
-    plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
-    cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=q.dtype, block=4)
-    prefill(q, k, v, plan, cache)
-    fork, new = cache.fork(2), draw(B=4, T=3, seed=1)
-    expected = decode(*new, fork)
-    fork.truncate(16)
-    cache_too, fork_too = copy.deepcopy([cache, fork])
-    for mine in (fork_too, copy.deepcopy(fork)):
-        assert torch.equal(decode(*new, mine), expected)
-    with pytest.raises(ValueError, match=r"forks share the first \[16, 16\]"):
-        cache_too.truncate(3)
-    alone = copy.deepcopy(cache)
-    alone.truncate(3)
-    alone.append(*(x[:2] for x in new[1:]))
-    assert cache.lengths.tolist() == [16, 16] and torch.equal(decode(*new, fork), expected)
-
-
-@pytest.mark.parametrize("keep", [pickle.dumps, copy.copy])
-def test_what_would_keep_half_of_a_cache_says_what_keeps_it(keep):
-    cache = KVCache.allocate(ra.plan(seq_len=16), batch=2, max_len=64, kv_heads=2, head_dim=8)
-    with pytest.raises(TypeError, match=r"save cache.state_dict\(\)"):
-        keep(cache)
 
 
 def test_a_cache_serves_in_inference_mode_and_outside_of_it_in_any_order():
@@ -428,16 +273,6 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(sizes, move, monkeypatch):
         assert torch.equal(result, whole)
 
 
-def test_what_is_remembered_of_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr("ringattn.torch.bind.MOST", 3)
-    plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
-    cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=q.dtype)
-    for n in (1, 2, 3, 4, 5, 5):
-        prefill(*(x[:, :n] for x in (q, k, v)), plan.for_length(n), cache)
-        decode(*(x[:, :1] for x in (q, k, v)), cache)
-    assert len(cache.calls) == 3
-
-
 def test_a_fork_copies_what_it_shares_and_nothing_that_came_later():
     plan = ra.plan(seq_len=8)
     cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=torch.float32, block=4)
@@ -449,18 +284,6 @@ def test_a_fork_copies_what_it_shares_and_nothing_that_came_later():
     cache.append(k[:, 10:], v[:, 10:])
     assert [len(k[0]) for k, _ in fork.memory()] == [12, 4]  # in whole blocks
     assert torch.equal(decode(*new, fork), expected)
-
-
-def test_sizes_may_be_tensors_of_one_number():
-    plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
-    sizes = {"batch": 2, "max_len": 64, "kv_heads": 2, "head_dim": 8, "window": 16, "block": 4}
-    given = KVCache.allocate(plan, dtype=q.dtype, **{name: torch.tensor(n) for name, n in sizes.items()})
-    same, spec = KVCache.allocate(plan, dtype=q.dtype, **sizes), ra.AttentionSpec(window=16)
-    expected = prefill(q, k, v, plan, same, spec=spec, keys=3)
-    assert torch.equal(prefill(q, k, v, plan, given, spec=spec, keys=torch.tensor(3)), expected)
-    assert str(given) == str(same) and (given.window, given.stripes) == (same.window, same.stripes)
-    plain = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8)
-    assert str(plain.fork(torch.tensor(2), max_len=torch.tensor(32))) == str(plain.fork(2, max_len=32))
 
 
 def test_a_cache_keeps_no_graph_and_what_attends_to_it_has_none():

@@ -4,9 +4,7 @@ import os
 
 import ringattn as ra
 from ringattn.choosing import elsewhere
-from ringattn.comms import process_group
 from ringattn.launch import words
-from ringattn.launch.bench import timing
 from ringattn.launch.commands import calibrate
 from ringattn.launch.processes import run
 from ringattn.plans import machine
@@ -39,26 +37,3 @@ def test_links_are_measured_among_ranks():
     assert first == second or first.inside.bandwidth == second.inside.bandwidth
     assert first.gpus == 2 and 1e5 < first.inside.bandwidth < 1e13 and 0 < first.inside.latency < 5
     assert first.between == machine.load("cpu").between
-
-
-def two_ranks_of_a_busy_machine():
-    calibrate.timed, calibrate.slowest = lambda call, repeats: 1.0, lambda call, device, repeats: 4.0
-    calibrate.measured = lambda *options: machine.load("cpu")
-    return calibrate.among_ranks("cpu", 1)
-
-
-def test_ranks_that_are_slower_together_share_cores():
-    first, second = run(two_ranks_of_a_busy_machine, 2)
-    assert first == second and first.gpus == 2 and first.cores == 0.5
-
-
-def two_hosts():
-    process_group.hosts_of = lambda group: 2
-    timing.median_ms = lambda call, repeats, warmup: 1000.0
-    return calibrate.linked(machine.load("cpu"), "cpu", 1)
-
-
-def test_a_link_between_hosts_is_shared_by_the_ranks_of_one_host():
-    """Not by those of all hosts: here by one, which got all of it."""
-    result = run(two_hosts, 2)[0]
-    assert result.gpus == 1 and result.between.bandwidth == calibrate.BYTES["cpu"] / 1e-6

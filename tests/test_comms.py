@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.comms import messages
-from ringattn.comms.axis import Afterwards, Axis, Slices, Solo
+from ringattn.comms.axis import Afterwards, Axis, Slices
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis, hosts_along, init_mesh
 from ringattn.comms.process_group import CollectiveAxis
@@ -142,13 +142,6 @@ def test_a_call_that_failed_on_all_ranks_is_not_met_by_the_next_one():
     run_processes(as_users_have_it, 3, a_kernel_that_fails_once, timeout=30)
 
 
-def test_an_axis_of_one_rank_gives_back_what_it_got():
-    a, x = Solo("ring"), torch.randn(2, 4)
-    assert a.rotate([x]).wait()[0] is x and a.all_to_all(x, 0, 1).wait() is x and a.all_gather(x).wait() is x
-    assert a.reduce_scatter(x).wait() is x
-    assert a.exchange_words(3) == [3]
-
-
 def test_writing_to_a_buffer_in_flight_is_caught():
     def one_rank(mesh):
         x = torch.zeros(3)
@@ -245,12 +238,3 @@ def test_axes_of_a_two_dimensional_mesh_are_independent():
 def test_an_impossible_mesh_is_refused(sizes, says):
     with pytest.raises(ValueError, match=says):
         init_mesh(**sizes)
-
-
-def too_many() -> None:
-    init_mesh(ring=3, ulysses=2, device_type="cpu")
-
-
-def test_a_mesh_of_another_size_than_the_ranks_says_both_numbers():
-    with pytest.raises(Exception, match=r"ring=3 x ulysses=2 needs 6 ranks, and there are 2; make the product 2"):
-        run_processes(too_many, 2)

@@ -126,18 +126,6 @@ def test_over_process_groups():
     processes.run(of_groups, 4)
 
 
-def test_what_a_rank_gets_of_a_whole_sequence():
-    x = torch.arange(16)[None]
-    expected = {"basic": [4, 5, 6, 7], "zigzag": [12, 13, 14, 15], "strip": [8, 10, 12, 14]}
-    for name, tokens in expected.items():
-        assert compat.EXTRACT_FUNC_DICT[name](x, 1, 4, rd=2, ud=2)[0].tolist() == tokens
-    for name, same in (("basic_flashinfer", "basic"), ("basic_npu", "basic"), ("zigzag_npu", "zigzag")):
-        assert compat.EXTRACT_FUNC_DICT[name](x, 1, 4, rd=2, ud=2)[0].tolist() == expected[same]
-    assert compat.basic_extract_local(x, 3, 4)[0].tolist() == [12, 13, 14, 15]
-    with pytest.raises(ValueError, match="15 tokens over ring=2 x ulysses=2: pad them to 16 tokens"):
-        compat.zigzag_extract_local(x[:, 1:], 0, 4, rd=2, ud=2)
-
-
 NAMES = [
     "query", "key", "value", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
     "deterministic", "return_attn_probs",

@@ -5,6 +5,7 @@ A block whose first line is `# torchrun ... NAME.py` is a script: it runs on the
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -80,13 +81,6 @@ def test_links_lead_somewhere(page):
     assert not missing, f"{page.name} links to {missing}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_pictures_are_readable_on_dark_pages(page):
-    pictures = [to for to in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text()) if "://" not in to]
-    themed = {to: "prefers-color-scheme: dark" in (page.parent / to).read_text(errors="ignore") for to in pictures}
-    assert all(themed.values()), f"{page.name} shows pictures whose colours do not follow the reader's: {themed}"
-
-
 def test_every_command_is_documented():
     from ringattn.launch.words import COMMANDS
 
@@ -109,3 +103,19 @@ def test_every_picture_can_be_drawn_and_is_shown(tmp_path):
             assert np.allclose(drawn, shown, atol=0.01), f"{name} is out of date: run `make pictures`"
     shown = "".join(page.read_text() for page in PAGES)
     assert all(f"pictures/{name})" in shown for name in kept)
+
+
+def test_every_public_name_has_its_signature_in_the_reference():
+    import ringattn as ra
+
+    written, page = runpy.run_path(str(ROOT / "docs/signatures.py"))["written"], ROOT / "docs/reference/api.md"
+    assert written(page.read_text()) == page.read_text(), "run `make pictures`, which writes the code's signatures"
+    shown = {path.rpartition(".")[2] for path in re.findall(r"<!-- ::: ([\w.]+)", page.read_text())}
+    assert set(ra.__all__) - shown == {"hf", "nn"} and {*ra.hf.__all__} <= shown
+
+
+def test_the_readme_of_a_package_has_no_relative_links():
+    absolute, text = runpy.run_path(str(ROOT / "setup.py"))["absolute"], (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", absolute(text, "https://host/project"))
+    assert links and all(link.startswith("https://host/project/") for link in links)
+    assert "](" not in absolute(text, "")

@@ -37,12 +37,6 @@ def example():
     return module
 
 
-@pytest.mark.slow
-def test_a_hybrid_of_linear_and_softmax_attention_generates_too(example, tmp_path):
-    hybrid = Model(layers=4, softmax_every=4, convolution=4)
-    test_the_text_is_that_of_the_whole_model(a_run_of(hybrid, tmp_path), example)
-
-
 def test_the_text_is_that_of_the_whole_model(trained, example):
     """Greedy: every byte is the likeliest after all before it, as one pass over the finished text says it."""
     prompt, cpu = torch.tensor([list(PROMPT.encode())]), torch.device("cpu")

@@ -98,20 +98,6 @@ def test_a_hybrid_of_linear_layers_that_is_dealt_out_has_the_numbers_of_zigzag(b
         torch.testing.assert_close(sums[0][name], grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_a_plan_that_names_its_layout_keeps_it():
-    given, labels, _ = packed()
-    plain = build("Llama")
-    copies = [deepcopy(plain) for _ in range(2)]
-
-    def one_rank(mesh, layout):
-        mine = hf.prepare(deepcopy(copies[mesh.rank]), ra.plan(mesh, seq_len=T, layout=layout))
-        mine(labels.clamp(min=0), labels=labels, **given)
-        return getattr(mine.ringattn_last, "plan", mine.ringattn_last).layout
-
-    for layout in ("zigzag", "striped", "balanced"):
-        assert set(run(lambda mesh, layout=layout: one_rank(mesh, layout), ring=2)) == {layout}
-
-
 def batches():
     """Ten batches that are packed differently, then ten whose padding leaves ever more tokens."""
     draw = torch.Generator().manual_seed(0)

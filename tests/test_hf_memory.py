@@ -102,19 +102,3 @@ def test_losses_stay_exact_where_a_wrapper_casts_them(monkeypatch):
         assert output.logits is None and abs(output.loss - expected) < 2e-6 and gathered == [torch.bfloat16] * count
         for weight, gradient in gradients(single).items():
             torch.testing.assert_close(gradients(model)[weight], gradient, rtol=1e-4, atol=2e-6)
-
-
-def test_losses_that_are_not_a_number_are_no_changed_losses(monkeypatch):
-    """On one rank they would make it run its forward once more, and other ranks wait for it."""
-    monkeypatch.setattr(memory, "LOGITS", 64 * 5)
-    model = hf.prepare(hf.in_pieces(build("Llama")), ra.plan(seq_len=T)).train()
-    head = model.get_output_embeddings()
-    head.weight.data[0] = torch.nan
-    head.register_forward_hook(lambda module, args, out: out.bfloat16())
-    output = model(batch(), labels=batch())
-    assert output.logits is None and output.loss.isnan()
-
-
-def test_what_it_is_not_for():
-    with pytest.raises(ValueError, match="Linear is not a transformers model that predicts tokens"):
-        hf.in_pieces(torch.nn.Linear(2, 2))

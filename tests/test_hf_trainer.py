@@ -117,44 +117,6 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
     return [row[name] for row in trainer.state.log_history for name in names if name in row]
 
 
-def looped(cp: int) -> list[float]:
-    """One rank: losses and norms of gradients of a loop of accelerate's, over cp ranks if there are several."""
-    import torch.distributed as dist
-    from accelerate import Accelerator, ParallelismConfig, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from ringattn.models import hf
-
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    os.environ.update({name: str(value) for name, value in started.items()})
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{name: SHAPE[name] for name in list(SHAPE)[:7]}))
-    if cp > 1:
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
-        config = ParallelismConfig(cp_size=cp, dp_shard_size=ranks // cp)
-        accelerator = hf.over_ranks(Accelerator(parallelism_config=config, fsdp_plugin=plugin), ulysses=cp)
-    else:
-        accelerator = Accelerator(cpu=True)
-    loader = torch.utils.data.DataLoader(rows(16), batch_size=2 * cp // ranks, collate_fn=padded)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
-    results = []
-    for batch in loader:
-        buffers = list(batch.values())
-        with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
-            loss = model(**batch, use_cache=False).loss
-            accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        results += [loss.item(), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)]
-    return results
-
-
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 TRAINED = {  # the model, steps, options, and ways over data x context-parallel ranks
     "padded": ("GptOss", 5, {}, ("prepared", "accelerate"), (2, 2)),  # windows and sinks
@@ -178,7 +140,7 @@ def all_trained(folder: str) -> dict[str, list[list[float]]]:
             AcceleratorState._reset_state(reset_partial_state=True)
             results.setdefault(name, []).append(trained(way, sizes, folder, kind, steps, options))
     AcceleratorState._reset_state(reset_partial_state=True)
-    return {**results, "loop": [looped(min(ranks, 2))]}
+    return results
 
 
 @pytest.mark.slow
@@ -197,10 +159,10 @@ def test_losses_over_ranks_are_those_of_one(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     single, *spread = json.loads(done.stdout.splitlines()[-1])
-    assert {*single} == {*TRAINED, "loop"} == set().union(*spread)
+    assert {*single} == {*TRAINED} == set().union(*spread)
     for name, (plain,) in single.items():
-        every = 2 * (TRAINED[name][1] if name in TRAINED else 8)  # a loss and a norm of each step
-        assert len(plain) == every + 3 * (name in TRAINED) and min(plain[:every:2]) < plain[0], name
+        every = 2 * TRAINED[name][1]  # a loss and a norm of each step
+        assert len(plain) == every + 3 and min(plain[:every:2]) < plain[0], name
         for results in [losses for ranks in spread for losses in ranks.get(name, [])]:
             np.testing.assert_allclose(results[:every:2], plain[:every:2], atol=1e-5, err_msg=name)  # losses
             np.testing.assert_allclose(results, plain, atol=1e-4, err_msg=name)
@@ -342,28 +304,6 @@ def test_a_class_that_takes_means_gets_the_mean_of_each_data_ranks_batch(tmp_pat
     torch.testing.assert_close(sum(gradients), model.lm_head.weight.grad)
 
 
-def test_predict_and_evaluate_without_labels(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, per_device_eval_batch_size=2)
-    tokens = torch.randint(0, 16, (5, 10))
-    data = [{"input_ids": row} for row in tokens]
-    result = trainer.predict(data)
-    with torch.no_grad():
-        np.testing.assert_allclose(result.predictions, trainer.model(tokens).logits.numpy(), atol=1e-5)
-    assert result.label_ids is None and "test_loss" not in result.metrics
-    assert "eval_loss" not in trainer.evaluate(data)
-
-
-def test_a_pair_of_rows_counts_as_one_example() -> None:
-    """A batch of TRL's preferences has two rows an example: each batch counts, and the last one is shortened."""
-    from ringattn.models.hf.trainer import Counted
-
-    class Loader(list):
-        dataset = range(5)
-
-    counted = Counted(Loader({"input_ids": torch.zeros(2 * n, 4)} for n in (2, 2, 1)), (1, 0), True, 2)
-    assert [counted.real for _ in counted] == [None, None, 1]
-
-
 def test_every_epoch_has_its_own_order_and_a_restart_goes_on_with_it(tmp_path: Path) -> None:
     whole = trainer_of(tmp_path, save_strategy="steps", save_steps=6)
     whole.train()
@@ -390,41 +330,6 @@ def test_loading_works_as_documented(tmp_path: Path) -> None:
         ValueError, match="train_sampling_strategy='group_by_length' deals out examples by their lengths"
     ):
         trainer_of(tmp_path, train_sampling_strategy="group_by_length").train()
-
-
-def test_batches_of_the_flattening_collator_train_as_in_one_model(tmp_path: Path) -> None:
-    """Documents of several lengths; transformers' own Trainer sees them by position_ids."""
-    from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    import ringattn as ra
-    from ringattn.models import hf
-
-    class LongTrainer(hf.OverRanks, Trainer):
-        pass
-
-    torch.manual_seed(0)
-    rows = [{"input_ids": torch.randint(0, 16, (n,)).tolist()} for n in (9, 1, 14, 5, 12, 7, 3, 11)]
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    args = TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1,
-        learning_rate=1e-2, train_sampling_strategy="sequential", num_train_epochs=2, per_device_train_batch_size=4,
-    )  # fmt: skip
-
-    def losses(kind, prepare, **which) -> list[float]:
-        torch.manual_seed(1)
-        model = prepare(LlamaForCausalLM(LlamaConfig(vocab_size=16, num_hidden_layers=2, **shape)))
-        collator = DataCollatorWithFlattening(**which)
-        trainer = kind(model=model, args=args, train_dataset=rows, data_collator=collator)
-        trainer.train()
-        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-    plain = losses(Trainer, lambda model: model)
-    ours = losses(
-        LongTrainer, lambda model: hf.prepare(model, ra.plan(seq_len=29)), return_flash_attn_kwargs=True,
-        return_seq_idx=True,
-    )  # fmt: skip
-    assert len(plain) == 4
-    np.testing.assert_allclose(ours, plain, atol=1e-5)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -458,16 +363,3 @@ def test_a_stream_is_read_by_all_ranks_of_a_plan_and_not_dealt_out(tmp_path: Pat
 def test_a_loss_of_all_logits_is_refused(tmp_path: Path, options: dict, name: str) -> None:
     with pytest.raises(ValueError, match=f"this trainer has a {name}, which needs all logits on one rank"):
         trainer_of(tmp_path, **options).train()
-
-
-@pytest.mark.slow
-def test_the_benchmark_beside_others_has_the_losses_of_one_rank(tmp_path):
-    script, out = Path(__file__).parent.parent / "benchmarks" / "qwen3_8b.py", tmp_path / "rows.jsonl"
-    words = [f"out={out}", "device=cpu", "ways=ringattn,single", "cells=qwen3:64:1,qwen3:64:2"]
-    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["way"], row["layers"]) for row in rows] == [(w, n) for w in ("ringattn", "single") for n in (1, 2)]
-    for ours, single in zip(rows[:2], rows[2:], strict=True):
-        assert ours["losses"] == pytest.approx(single["losses"], abs=2e-3) and ours["losses"][2] < ours["losses"][0]
-    assert "qwen3, 64 tokens, 36 layers, ringattn (loss: its own): " in done.stdout and " + 34 x " in done.stdout

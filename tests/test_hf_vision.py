@@ -5,13 +5,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.launch import processes
 from ringattn.models import hf
 from ringattn.models.hf.choice import attention_of
 
@@ -230,58 +227,6 @@ def test_generate_goes_on_from_images_as_one_rank_does(kind):
         assert result.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("kind", ["llava_onevision", "got_ocr2"])
-def test_what_models_hand_to_their_decoders_without_need_is_not_refused(kind):
-    """These hand logits_to_keep on, and GOT-OCR2 has a tower whose attention cannot be replaced."""
-    text = {"model_type": "qwen2", **TEXT}
-    tower = {"output_channels": 8, "window_size": 2, "global_attn_indexes": [0], "mlp_dim": 32}
-    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 4}
-    vision |= tower if kind == "got_ocr2" else {"model_type": "siglip_vision_model", "intermediate_size": 32}
-    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
-    ids = torch.randint(3, 50, (2, T))
-    given = [{}, {"logits_to_keep": 0}, {"logits_to_keep": 3}]
-    results = []
-    for _ in range(2):
-        with torch.no_grad():
-            results.append([model(ids, **more).logits for more in given])
-        results[-1].append(model.generate(ids, max_new_tokens=3, do_sample=False))
-        if len(results) == 1:
-            model = hf.prepare(model, ra.plan(seq_len=T))
-    for mine, expected in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
-
-
-def trained(kind: str, way: str, steps: int) -> list[float]:
-    """The losses of a model with images whose decoder and tower FSDP2 shards; over ranks unless there is one."""
-    mesh = ra.init_mesh(ring=dist.get_world_size(), device_type="cpu")
-    model = build(kind)
-    if mesh.size() > 1:
-        model = hf.prepare(model, mesh, averaged=True)
-    layers = [*model.model.language_model.layers, *model.model.visual.blocks]
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*layers, model):
-        if way != "float32" and module is not model:
-            module.compile(backend="aot_eager")
-        fully_shard(module, mesh=mesh["ring"], mp_policy=MixedPrecisionPolicy() if way == "float32" else policy)
-    optimizer, losses = torch.optim.SGD(model.parameters(), 0.01), []
-    batches = [batch(kind), batch(kind, at=((), (9,)))]
-    for step in range(steps):
-        given = batches[step % 2]
-        labels = given["input_ids"].masked_fill(given["input_ids"] == IMAGE, -100)
-        loss = model(**given, labels=labels, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def both(*given) -> list[list[float]]:
-    return [trained(*given, way, steps) for way, steps in (("float32", 50), ("mixed precision, compiled", 6))]
-
-
 def test_a_second_prompt_with_images_that_are_seen_both_ways_is_refused():
     """A cache does not give its keys back, which the spans would need."""
     given, model = batch("gemma3"), hf.prepare(build("gemma3").eval(), ra.plan(seq_len=T))
@@ -289,13 +234,3 @@ def test_a_second_prompt_with_images_that_are_seen_both_ways_is_refused():
     model(**given, past_key_values=cache)
     with pytest.raises(ValueError, match="both ways behind a cache are not supported; give one prompt"):
         model(**given, past_key_values=cache)
-
-
-@pytest.mark.slow
-def test_losses_under_fsdp2_are_those_of_one_rank():
-    """In float32 over 50 steps; in mixed precision, compiled, within twice what it changes on one rank."""
-    ((right, rounded),) = processes.run(both, 1, "qwen3_vl")
-    noise = 2 * max(abs(a - b) for a, b in zip(right, rounded, strict=False))
-    for exact, mixed in processes.run(both, 2, "qwen3_vl"):
-        assert exact == pytest.approx(right, abs=1e-5) and right[-1] < right[0] - 0.5
-        assert mixed == pytest.approx(rounded, abs=noise) and noise < 0.1

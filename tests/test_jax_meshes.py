@@ -159,14 +159,6 @@ def test_on_explicit_axes_what_is_beside_q_may_lie_anywhere(square):
     expect(["['ring']", "batch", "reshard"], lambda: ra.attention(*spread(mesh, (q, k, v), "ring"), plan))
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_what_explicit_axes_cut_already_may_be_sharded(square, layout):
-    mesh, (q, *_), (placed, *_) = square
-    plan = ra.plan(mesh, seq_len=28, strategy="ring", layout=layout)
-    expected = plan.shard(q)
-    assert (plan.shard(placed) == expected).all() and (jax.jit(plan.shard)(placed) == expected).all()
-
-
 @pytest.mark.parametrize("kinds", ["AX", "XA"])
 def test_axes_of_both_kinds_may_be_mixed(square, kinds):
     _, (q, k, v), _ = square
@@ -316,10 +308,6 @@ def test_the_mesh_that_jax_holds_is_the_plans(small):
     with jax.set_mesh(plan.ring_axis.mesh):
         assert jax.eval_shape(through(plan), *small).shape == small[0].shape
         assert cache.append(*small[1:]).lengths.tolist() == [30, 30]
-
-
-def test_the_mean_over_real_tokens_in_jax(plan):
-    expect(["take the mean where plan.real_tokens()"], lambda: ra.token_mean(jnp.ones((1, 32)), plan))
 
 
 def test_plans_over_other_devices_are_not_equal(small):

@@ -101,13 +101,6 @@ def test_maps_that_lie_as_they_travel_are_not_copied():
         assert (packed.data_ptr() != whole.data_ptr()) == copied
 
 
-def test_without_a_start_state_it_is_zero():
-    given, zero = inputs(T, "channel", beta=True), torch.zeros_like(inputs(1, None)["state"])
-    with_zeros, without = (results({**given, "state": zero}, None, start) for start in (True, False))
-    for name in with_zeros:
-        assert torch.equal(with_zeros[name], without[name]), name
-
-
 @pytest.mark.parametrize("at_once", [1, chunkwise.AT_ONCE])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -239,28 +232,15 @@ CALL = {n: x.float() if x is not None else x for n, x in inputs(9, "channel").it
     ("change", "says"),
     [
         ({"log_decay": lambda g: -g}, r"log_decay\[0, 0, 0, 0\] = .*: a log decay is at most 0"),
-        ({"log_decay": lambda g: g.log()}, "= nan: a log decay is at most 0"),
         ({"log_decay": lambda g: g[..., :3]}, r"expected \(2, 9, 2, 8\).*or \(2, 9, 2\), one for every head"),
-        ({"log_decay": lambda g: g.int()}, "log_decay is torch.int32; expected floats"),
-        ({"log_decay": lambda g: g.to("meta")}, "log_decay is on meta, q on cpu"),
         ({"k": lambda k: k[:, :, :1], "v": lambda v: v[:, :, :1]}, "q has 2 heads, k 1; .*as many query heads as key"),
-        ({"v": lambda v: v[:, :, :1]}, "k has 2 heads, v 1; the key heads must divide the value heads"),
-        ({"beta": lambda _: torch.ones(2, 9)}, r"beta has shape \(2, 9\); expected \(2, 9, 2\)"),
         ({"beta": lambda _: torch.full((2, 9, 2), 2.1)}, r"beta\[0, 0, 0\] = 2.1: beta is in \[0, 2\]"),
-        ({"beta": lambda _: torch.ones(2, 9, 2).long()}, "beta is torch.int64; expected floats"),
         ({"k": lambda k: k[..., :4]}, "head dims differ: q 8, k 4"),
-        ({"k": lambda k: k[:, :5], "v": lambda v: v[:, :5]}, "q has 9 tokens, k 5"),
-        ({"q": lambda q: q[0]}, "q has shape .*expected 4 dims"),
         ({"v": lambda v: v.half()}, "give all three the same dtype"),
         ({"initial_state": lambda s: s.mT}, r"initial_state has shape \(2, 2, 12, 8\); expected \(2, 2, 8, 12\)"),
-        ({"initial_state": lambda s: s.bfloat16()}, r"initial_state is torch.bfloat16; the state of .*float32"),
         ({"docs": lambda _: ra.Docs.from_lengths([4, 4])}, "add up to 8, the sequence has 9 tokens"),
-        ({"scale": lambda _: 0.0}, "scale=0.0: must be a finite number above 0"),
-        ({"scale": lambda _: True}, "scale=True: must be a finite number above 0"),
-        ({"return_state": lambda _: CALL["state"]}, "return_state is of type Tensor; pass True or False"),
         ({"scan": lambda _: "tree"}, "scan='tree': choose one of auto, gather, ring, pipeline"),
         ({"kernel": lambda _: "fast"}, "kernel='fast': choose one of auto, triton, chunkwise"),
-        ({"q": lambda q: q.numpy()}, "expected torch tensors or jax arrays, got ndarray, Tensor, Tensor"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )  # fmt: skip
@@ -277,14 +257,3 @@ def test_gates_are_looked_at_where_it_costs_nothing_and_where_it_is_asked_for():
     assert ra.linear_attention(q, k, v, -g, check=False).isfinite().all()  # growth over nine tokens
     with pytest.raises(ValueError, match="at most 0"):
         ra.linear_attention(q, k, v, -g, check=True)
-
-
-@pytest.mark.slow
-def test_a_compiled_graph_breaks_where_the_gates_are_to_be_looked_at():
-    torch._dynamo.reset()
-    q, k, v, g = (CALL[n] for n in "qkvg")
-    whole, broken = (torch.compile(ra.linear_attention, backend="eager", fullgraph=full) for full in (True, False))
-    with pytest.raises(Exception, match="check=True reads the gates, which a compiled graph cannot"):
-        whole(q, k, v, g, check=True)
-    with pytest.raises(ValueError, match="at most 0"):
-        broken(q, k, v, -g, check=True)

@@ -18,7 +18,7 @@ from ringattn.comms.mesh import axis
 from ringattn.comms.scan import Relay, add_up, broadcast
 from ringattn.kernels.linear.maps import Map
 from ringattn.launch.processes import run as run_processes
-from ringattn.layouts.layout import BLOCKS, MAKERS, block, positions_of
+from ringattn.layouts.layout import BLOCKS, MAKERS, block
 from ringattn.plans.machine import load
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import WAYS, choose, layouts, order, segments
@@ -219,14 +219,6 @@ def test_states_are_on_their_way_before_anybody_waits(scan):
     assert all(sent) if scan == "gather" else sent[0] == 4 * 3 * 4
 
 
-def test_segments_follow_each_other_in_the_order_of_the_sequence():
-    for ring, ulysses, layout in (*MESHES, (1, 1, "contiguous")):
-        plan = Plan(seq_len=T, ring=ring, ulysses=ulysses, layout=layout)
-        length = plan.local_len // segments(plan)
-        at = [positions_of(plan.tokens.held(r, u)).reshape(-1, length)[p] for r, u, p in order(plan)]
-        assert np.concatenate(at).tolist() == list(range(plan.tokens.padded_length)), plan
-
-
 def test_the_way_states_travel_is_chosen_by_size():
     shared = load("cpu")
     machine = shared.replace(inside=shared.inside.replace(sharing=1))
@@ -379,15 +371,6 @@ def test_a_loss_of_one_ranks_end_state_alone():
 
     for grad in run(one_rank, ring=3):
         torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_no_grad_and_autocast():
-    x = torch.randn(1, 20, 2, 4)
-    with torch.no_grad():
-        plain = ra.linear_attention(x, x, x, -x.exp())
-    assert torch.equal(plain, ra.linear_attention(x, x, x, -x.exp()))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ra.linear_attention(x, x, x, -x.exp()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

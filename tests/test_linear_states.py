@@ -1,23 +1,19 @@
 """One state a document: packed documents begin with their own states, and return what is behind each, over ranks."""
 
-import importlib
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given as forall
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
-from ringattn.launch.verify.oracle import error
 from ringattn.plans.segments import WAYS
 from ringattn.torch.linear.documents import TOKENS_PER_LEVEL, row_length
 from tests.linear_errors import errors, worst
@@ -197,23 +193,6 @@ def test_the_state_behind_an_empty_document_is_that_before_it():
     assert torch.equal(grad[[1, 7]], given["dend"][[1, 7]])
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_gate_of_minus_infinity_forgets_a_documents_state(rule):
-    given, docs = inputs(T, "head", torch.float32, **{**rule, "states": 4}), docs_of(((20, 41),), T)
-    given["g"][:, 20] = -torch.inf
-    x = {n: given[n].clone().requires_grad_() for n in (*LEAVES, "state") if given[n] is not None}
-    results = []
-    for state in (x["state"], x["state"] * torch.tensor([1.0, 0.0, 1.0, 0.0])[:, None, None, None]):
-        how = {"docs": docs, "initial_state": state, "return_state": True}
-        out, end = ra.linear_attention(*(x[n] for n in "qkvg"), beta=x.get("beta"), **how)
-        loss = (out * given["dout"]).sum() + (end * given["dend"]).sum()
-        results.append([out, end, *torch.autograd.grad(loss, list(x.values()))])
-    for result, expected in zip(*results, strict=True):
-        assert result.isfinite().all()
-        torch.testing.assert_close(result, expected)
-    assert not results[0][-1][[1, 3]].any()
-
-
 def test_a_loss_of_one_ranks_states_alone():
     """A rank whose loss takes neither outputs nor states has its part in everybody's gradients."""
     given, docs = inputs(T, "channel"), docs_of(PACKED, T)
@@ -231,19 +210,6 @@ def test_a_loss_of_one_ranks_states_alone():
 
     for grad in run(one_rank, ring=3):
         torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_bfloat16_inputs_have_states_in_float32():
-    given, docs = inputs(T, "channel", torch.bfloat16, beta=True, states=4), docs_of(((20, 41),), T)
-    x = [given[n].requires_grad_() for n in LEAVES]
-    state = given["state"].requires_grad_()
-    how = {"docs": docs, "initial_state": state, "return_state": True}
-    out, end = ra.linear_attention(*x[:4], beta=x[4], **how)
-    assert out.dtype == torch.bfloat16 and end.dtype == torch.float32
-    (out.float().sum() + end.sum()).backward()
-    assert state.grad.dtype == torch.float32 and [t.grad.dtype for t in x[:3]] == [torch.bfloat16] * 3
-    expected = truth(T, "channel", ((20, 41),), torch.bfloat16, beta=True, states=4)
-    assert error(end.detach(), expected["end"], float(expected["end"].norm())) <= 2e-6  # states are not rounded
 
 
 @settings(max_examples=200, deadline=None)
@@ -290,56 +256,6 @@ def test_ranks_that_ask_for_other_states_are_named():
             ra.linear_attention(*x, plan, docs=docs, return_state="documents" if mesh.rank else True)
 
     run(one_rank, ring=2)
-
-
-DOCS = ra.Docs.from_lengths([13, 0, 35])
-
-
-def model(plan: Any, x: Tensor, state: Tensor, again: bool = False) -> Tensor:
-    """The loss of two layers, of which the second one goes on from the states of the first one."""
-
-    def body(x: Tensor, state: Tensor) -> Tensor:
-        q, k, v, g = (x * n for n in (1.0, 0.5, 2.0, 0.25))
-        gate = torch.nn.functional.logsigmoid(g)
-        out, end = ra.linear_attention(q, k, v, gate, plan, docs=DOCS, initial_state=state, return_state=True)
-        unit = torch.nn.functional.normalize(k, dim=-1)
-        how = {"docs": DOCS, "initial_state": end, "return_state": "documents"}
-        more, last = ra.linear_attention(q, unit, v, gate, plan, beta=-gate[..., 0], **how)
-        return out + more + last.sum() * 0.01
-
-    return (checkpoint(body, x, state, use_reentrant=False) if again else body(x, state)).square().sum()
-
-
-def compiled_and_not() -> list[np.ndarray]:
-    plan, generator = None, torch.Generator().manual_seed(0)
-    if dist.is_initialized():
-        plan = ra.plan(ra.init_mesh(ring=dist.get_world_size(), device_type="cpu"), seq_len=48, layout="zigzag")
-    whole, state = torch.randn(1, 48, 2, 4, generator=generator), torch.randn(3, 2, 4, 4, generator=generator)
-    x, state = (whole if plan is None else plan.shard(whole)).requires_grad_(), state.requires_grad_()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    results = []
-    for how in (model, compiled, lambda *given: model(*given, again=True)):
-        loss = how(plan, x, state)
-        results += [loss.detach().numpy(), *(t.numpy() for t in torch.autograd.grad(loss, (x, state)))]
-    return results
-
-
-@pytest.mark.slow
-def test_compiling_and_recomputing_give_the_same_bits():
-    torch._dynamo.reset()
-    for (*ours,) in [compiled_and_not(), *run_processes(compiled_and_not, 2)]:
-        for i, (a, b) in enumerate(zip(ours[3:], ours[:3] * 2, strict=True)):
-            assert np.array_equal(a, b), ("compiled", "recomputed")[i // 3]
-
-
-def test_opcheck():
-    importlib.import_module("ringattn.torch.linear.compiled")  # where the op is registered
-    q, k, v, g = (torch.randn(2, 5, 2, 4).requires_grad_() for _ in range(4))
-    each, row = (torch.randn(n, 2, 4, 4).requires_grad_() for n in (4, 2))
-    docs, beta = torch.tensor([[0, 2, 5]]), torch.rand(2, 5, 2).requires_grad_()
-    for initial, returned in ((each, "documents"), (row, "documents"), (None, "documents"), (each, "")):
-        args = (q, k, v, -g.exp(), beta, initial, docs, "", False, 0.5, "auto", "auto", returned, True)
-        torch.library.opcheck(torch.ops.ringattn.linear_attention, args)
 
 
 @pytest.mark.slow

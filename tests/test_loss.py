@@ -96,16 +96,10 @@ def test_adds_up_in_float32_or_float64(dtype):
     ("given", "says"),
     [
         ({"losses_BT": torch.rand(1, 9)}, "losses has 9 tokens, a rank of this plan holds 4"),
-        ({"losses_BT": torch.rand(4).mean()}, r"losses has shape \(\) .*expected a float for each token"),
         ({"losses_BT": torch.ones(1, 4).int()}, "losses has shape .* dtype torch.int32; expected a float"),
         ({"losses_BT": [0.5] * 4}, "losses is of type list; it must be a torch tensor"),
-        ({"docs": [8]}, "docs is of type list; pass Docs.from_lengths"),
         ({"docs": ra.Docs.from_lengths([6])}, "docs: document lengths add up to 6, the sequence has 8 tokens"),
-        ({"docs": ra.Docs.from_lengths([[8]] * 3)}, "docs describes 3 rows, the batch has 2"),
-        ({"mask": [True] * 4}, "mask is of type list; it must be a torch tensor"),
         ({"mask": torch.full((2, 4), 0.25)}, r"mask is torch.float32: .* give bools \(mask > 0\) or integers"),
-        ({"mask": torch.ones(2, 4, device="meta").bool()}, "mask is on meta, losses on cpu"),
-        ({"over": "data"}, r"over='data': a list of axes, such as \[ringattn.comms.mesh.axis\(mesh, 'data'\)\]"),
         ({"over": Solo("data")}, "over=.*: a list of axes"),
     ],
     ids=lambda x: x[:30] if isinstance(x, str) else next(iter(x)),
@@ -121,12 +115,6 @@ def test_a_wrong_argument_of_one_rank_is_refused_on_all(given, says):
             ra.token_mean(**call, over=[] if mesh.rank else [Solo("data")])
 
     run(one_rank, ring=2, timeout=20)
-
-
-@pytest.mark.parametrize("plan", [None, "x"])
-def test_what_is_no_plan_is_refused(plan):
-    with pytest.raises(ValueError, match=r"plan is of type .*; make one with ringattn.plan\(mesh"):
-        ra.token_mean(torch.rand(1, 4), plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -161,14 +149,9 @@ def test_cross_entropy_is_the_mean_over_labels_of_all_ranks_and_pieces(dtype, mo
     ("given", "says"),
     [
         ({"labels_BT": torch.tensor([[0, 1, 2, 7]])}, "label 7 is not among 7 classes, nor ignore_index=-100"),
-        ({"labels_BT": torch.tensor([[0, 1, 2, -100]]), "ignore_index": 0}, "label -100 is not among 7 classes"),
         ({"labels_BT": torch.zeros(1, 3).long()}, r"labels has shape \(1, 3\)"),
         ({"labels_BT": torch.zeros(1, 4)}, "labels has .* dtype torch.float32"),
-        ({"labels_BT": torch.zeros(1, 4, device="meta").long()}, "labels is on meta, logits on cpu"),
         ({"logits_BTV": torch.zeros(1, 8, 7)}, "logits has 8 tokens, a rank of this plan holds 4"),
-        ({"logits_BTV": torch.zeros(1, 4)}, r"logits has shape \(1, 4\)"),
-        ({"ignore_index": None}, "ignore_index=None"),
-        ({"over": "data"}, "over='data'"),
     ],
 )
 def test_labels_that_cannot_be_are_refused(given, says):

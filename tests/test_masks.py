@@ -20,7 +20,6 @@ from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.total import in_dtype
-from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.masks.bands import Work, bounds_at, families, joined
@@ -29,7 +28,6 @@ from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import seen_pairs
 from ringattn.plans.mask import Mask, reads_of
 from ringattn.plans.plan import Plan
-from ringattn.plans.recipe import Sight
 from ringattn.torch.handles import docs_of, of_text, starts_of
 from tests.cases import FEATURES
 
@@ -203,17 +201,6 @@ def test_work_of_any_mask_is_dealt_out_equally(spec, docs):
     assert {sum(map(len, shard)) for shard in shards} == {docs.length // 5} and max(loads) <= 1.03 * sum(loads) / 5
 
 
-def test_chunks_cost_what_documents_of_that_length_cost():
-    """They are the same intervals, of one family, and bring the same blocks."""
-    docs, plan = Docs.from_lengths([256] * 8), Plan(2048, 4, layout="zigzag")
-    chunks, packed = Mask(plan, AttentionSpec(chunk=256)), Mask(plan, AttentionSpec(), docs)
-    for rank in range(4):
-        chunked, documents = (Sight(mask, rank).at((range(2048),)) for mask in (chunks, packed))
-        assert not chunked.also and chunked.rectangles == documents.rectangles
-        np.testing.assert_array_equal(chunked.host, documents.host)
-    assert (reads_of(chunks).needed == reads_of(packed).needed).all()
-
-
 def test_shared_prefixes_are_two_families_and_a_third_of_the_work():
     tree = Docs.tree([32768] + [2048] * 16, [-1] + [0] * 16)
     results = families(AttentionSpec(), 65536, docs=tree)
@@ -252,11 +239,6 @@ def test_one_family_reaches_the_kernel_as_it_is_and_two_are_two_calls():
     assert all(not where.also for where in calls)
 
 
-def test_a_row_of_fewer_spans_ends_in_empty_ones_behind_its_tokens():
-    spans = Docs.from_lengths([[8, 0], [5, 3]], spans=[[(0, 2), (5, 7)], [(1, 3)]]).spans
-    assert spans.tolist() == [[[0, 2], [5, 7]], [[1, 3], [8, 8]]]
-
-
 def test_positions_in_a_tree_are_depths_along_the_branch():
     docs = Docs.tree([4, 2, 3, 2], [-1, 0, 0, 2], pad_to=12)
     expected = [0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 11]
@@ -276,22 +258,13 @@ def test_positions_in_a_tree_are_depths_along_the_branch():
     ("make", "error"),
     [
         (lambda: Docs.from_lengths([5, 3], prefix=[6, 0]), "prefix: 6 tokens of a document of 5"),
-        (lambda: Docs.from_lengths([5, 3], prefix=[2]), "a whole number for each of 2 documents"),
         (lambda: Docs.from_lengths([5, 3], spans=[(3, 6)]), r"\(3, 6\) is no range of tokens within one document"),
         (lambda: Docs.from_lengths([8], spans=[(1, 4), (3, 6)]), r"spans overlap: \(1, 4\) and \(3, 6\)"),
-        (lambda: Docs.from_lengths([8], prefix=[3], spans=[(2, 4)]), r"spans overlap: \(0, 3\) and \(2, 4\)"),
         (lambda: Docs.tree([3, 3], [-1, 1]), "parents are not a tree: segment 1 has parent 1"),
         (lambda: Docs.tree([3, 3], [-1]), "parents: 1 numbers for 2 segments"),
-        (lambda: Docs.tree([3, 3], [-1, "0"]), "is no number of a segment"),
         (lambda: AttentionSpec(window=(3, 2)), "looks to both sides; use causal=False"),
-        (lambda: AttentionSpec(False, window=(3, -1)), r"window=\(3, -1\): \(left, right\)"),
         (lambda: AttentionSpec(chunk=0), "chunk=0: the number of positions of a block, at least 1"),
-        (lambda: AttentionSpec(window=4, first=-1), "first=-1"),
-        (lambda: AttentionSpec(first=4), "first=4 is for a window or a chunk"),
         (lambda: Slices.from_slices([(0, 4)], [(0, 9)], ["full"], 8), r"k_ranges\[0\] = \(0, 9\) reaches beyond"),
-        (lambda: Slices.from_slices([(4, 0)], [(0, 4)], ["full"], 8), r"q_ranges\[0\] = \(4, 0\) is no range"),
-        (lambda: Slices.from_slices([(0, 4)], [(0, 4)], ["half"], 8), "kinds: 'half'; choose one of full, causal"),
-        (lambda: Slices.from_slices([(0, 4)], [], [], 8), "1 ranges of queries, 0 of keys and 0 kinds"),
         (lambda: Slices.from_slices([(0, 8)] * 2, [(0, 4), (3, 8)], "full", 8), "slices overlap: queries 0 to 8"),
     ],
 )  # fmt: skip
@@ -323,12 +296,6 @@ def test_masks_that_do_not_fit_a_call_are_named():
     assert ra.attention(q, q, q, docs=docs, key_docs=docs).shape == q.shape  # aligned at both ends
     with pytest.raises(ValueError, match="linear attention takes documents alone"):
         ra.linear_attention(q, q, q, docs=tree)
-
-
-def test_a_mask_as_text():
-    spec = AttentionSpec(window=2, first=1)
-    assert drawn(families(spec, 5), 5, 5) == ["  #....", "  ##...", "  ###..", "  #.##.", "  #..##"]
-    assert drawn(families(AttentionSpec(), 64), 64, 64)[:2] == ["  +" + "." * 31, "  #+" + "." * 30]
 
 
 INFERENCE = [

@@ -155,31 +155,17 @@ def test_checkpointing_no_grad_and_autocast_change_nothing() -> None:
         assert not ops.attend(*given, impl="tiled").out.requires_grad
 
 
-def test_partials_are_float32_for_half_precision() -> None:
-    part = ops.attend(*inputs(torch.bfloat16), impl="tiled")
-    assert part.out.dtype == part.lse.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"q": lambda x: x.float()}, "give all three the same dtype"),
         ({"q": lambda x: x[..., :4]}, "head dims differ: q 4, k 8"),
         ({"q": lambda x: x[:, :, :3]}, "2 key heads do not divide 3 query heads"),
-        ({"k": lambda x: x[:, :5]}, "k has 5 tokens"),
         ({"begin": lambda x: x.float()}, "begin is torch.float32; intervals are int32"),
         ({"end": lambda x: x[:, :-1]}, r"end has shape \(2, 5\); expected \(6,\) or \(2, 6\)"),
-        ({"end": lambda x: x[0]}, r"begin has shape \(2, 6\), end \(6,\)"),
         ({"scale": -1.0}, "scale=-1.0: must be a finite number above 0"),
-        ({"scale": True}, "scale=True: must be a finite number above 0"),
         ({"impl": "fast"}, "choose one of auto"),
-        ({"scale": "x"}, "scale='x': must be a finite number above 0"),
-        ({"impl": None}, "impl=None: choose one of auto"),
-        ({"begin": lambda x: x.tolist()}, "begin is of type list; it must be a torch tensor"),
-        ({"end": lambda x: x.numpy(force=True)}, "end is of type ndarray; it must be a torch tensor"),
-        ({"q": lambda x: x.numpy(force=True)}, "q is of type ndarray; it must be a torch tensor"),
         ({"check": True, "end": lambda x: x + 5}, r"end\[0, 3\] = 10 lies outside \[0, 9\]"),
-        ({"check": True, "end": lambda x: x + 2**32}, r"end\[0, 0\] = 4294967296 lies outside \[0, 9\]"),
         ({"check": True, "end": lambda x: x.flip(1)}, "end decreases in row 0, from 7 at query 0 to 6 at query 1"),
     ],
     ids=lambda x: str(x)[:30],
@@ -190,10 +176,6 @@ def test_a_wrong_call_says_what_is_wrong(change: dict, message: str) -> None:
         call[name] = how(call[name]) if callable(how) else how
     with pytest.raises(ValueError, match=message):
         ops.attend(**call)
-
-
-def test_right_intervals_pass_the_check() -> None:
-    ops.attend(*inputs(), impl="tiled", check=True)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="elsewhere looking would wait for the device")
@@ -231,12 +213,6 @@ def test_a_named_kernel_that_refuses_says_why_and_which_kernel_serves() -> None:
         kernels.select(problem(dtype="float32", rectangles=True), "cudnn")
     with pytest.raises(NotImplementedError, match=r"take.* up to 256.*'tiled' would serve"):
         kernels.select(problem(head_dim=512, value_dim=512), "decode")
-
-
-def test_every_kernel_says_whether_it_serves() -> None:
-    given = kernels.refusals(problem(device="cpu", dtype="float32", head_dim=64, value_dim=64, rectangles=True))
-    assert list(given) == [k.name for k in kernels.TABLE]
-    assert given["sdpa_cpu"] is None and given["tiled"] is None and "CUDA" in str(given["cudnn"])
 
 
 def test_few_queries_go_to_decode() -> None:

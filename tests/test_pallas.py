@@ -84,14 +84,6 @@ def test_work_lists_hold_every_seen_pair_of_blocks_once_and_no_other(seed):
                 assert sorted(marked) == list(range(queries // block if stays == 0 else keys // block))
 
 
-def test_a_masked_out_step_walks_one_entry_a_block_of_results():
-    nothing = Intervals(jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 64), jnp.int32))
-    ranges = Ranges.of(nothing, 8, 8)
-    for work, blocks in ((by_queries(ranges, 5), 8), (by_keys(ranges, 5), 5)):
-        assert int(work.steps) == blocks
-        assert (kind_of(np.asarray(work.entries)) == NONE).all()
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim", "rows", "softcap", "carried"),
     [
@@ -185,16 +177,6 @@ def test_the_stock_kernel_has_the_same_opinion():
 
     found, expected = jax.jit(lambda: (opinion(splash, where, blocks=SMALL), opinion(jax_splash, fixed)))()
     assert worst(found, expected) < 1e-6
-
-
-@pytest.mark.slow
-def test_works_under_vmap():
-    rng = np.random.default_rng(4)
-    q, k, v = (normal(rng, 2, 1, 100, 1, 64) for _ in range(3))
-    where = Intervals(jnp.zeros((1, 100), jnp.int32), jnp.arange(1, 101, dtype=jnp.int32)[None])
-    found = jax.vmap(lambda *x: splash.attend(*x, where, scale=1.0, interpret=True))(q, k, v)
-    one_by_one = [reference.attend(*x, where, scale=1.0) for x in zip(q, k, v, strict=True)]
-    assert worst(found, jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)) < 1e-6
 
 
 def test_blocks_cover_a_length_with_little_padding_and_fit_the_memory():

@@ -24,7 +24,6 @@ from ringattn.plans import machine as machines
 from ringattn.plans.candidates import hosts_of_ring
 from ringattn.plans.cost import Shape
 from ringattn.plans.course import Ring, course
-from ringattn.plans.explain import number
 from ringattn.plans.footprint import Live, Sizes, ringed
 from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.plans.plan import Plan
@@ -229,10 +228,6 @@ def test_float32_and_another_machines_kernel_are_predicted_as_such():
     assert first(half)["kernel"] == "cudnn" and first(planned(8, 2**17, machine="a100"))["kernel"] != "fa4"
 
 
-def test_numbers_of_the_table_fit_their_columns():
-    assert all(len(number(float(x))) <= 6 for x in np.geomspace(1e-6, 9e9, 4000))
-
-
 def test_all_ranks_of_a_large_mesh_get_the_same_plan_from_a_cache():
     one, two = (planned(1024, 2**22, machine="h200") for _ in range(2))
     assert one == two and one.explain() == two.explain() and one.ring * one.ulysses == 1024
@@ -262,19 +257,11 @@ def test_shipped_descriptions_state_their_source(name, tmp_path):
     [
         ("memry = 80e9", "no such key 'memry'; did you mean 'memory'?"),
         ("memory = -1", "memory=-1: expected a number from"),
-        ("memory = 80", "memory=80: expected a number from"),
-        ("memory = nan", "memory=nan"),
         ("gpus = 2.5", "gpus=2.5: expected a whole number"),
         ("gpus = true", "gpus=True"),
         ('device = "gpu"', "device='gpu': choose one of cuda, tpu, cpu"),
-        ("start = 3.0", "start=3.0: expected two numbers"),
-        ("inside = 3", "expected a table of numbers"),
         ("[inside]\nlatency = 20", "latency=20: expected a number from 0 to 10"),
-        ("[inside]\nbandwith = 1e9", "no such key 'bandwith'; did you mean 'bandwidth'?"),
-        ("[rates]\nbfloat16 = [600e12, 1]", "expected a number from"),
-        ("[rates]\nbfloat16 = 600", "expected two numbers"),
         ("gpus =", "not TOML"),
-        ('name = "\\u001b[31m"', "name='\\x1b[31m': expected a line of text"),
     ],
 )
 def test_wrong_descriptions_are_refused_with_the_file_and_the_number(line, says, tmp_path):

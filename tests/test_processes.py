@@ -96,33 +96,6 @@ def in_two_groups(cases: list[Case]) -> list[dict[str, float]]:
     return worst_errors(cases, groups=2)
 
 
-def two_data_groups() -> float:
-    """Two sequences at once, each over its own ring of two."""
-    mesh = ra.init_mesh(data=2, ring=2, device_type="cpu")
-    torch.manual_seed(mesh.get_local_rank("data"))
-    q, k, v = (torch.randn(1, 64, 2, 8) for _ in range(3))
-    plan = ra.plan(mesh, seq_len=64)
-    out = plan.unshard(ra.attention(*(plan.shard(x) for x in (q, k, v)), plan))
-    return float((out - ra.attention(q, k, v)).abs().max())
-
-
-def test_every_data_group_has_its_own_ring():
-    assert max(run(two_data_groups, 4)) < 1e-5
-
-
-def factored() -> str:
-    mesh = ra.init_mesh(sequence=4, device_type="cpu")
-    plan = ra.plan(mesh, seq_len=64, heads=(2, 2), head_dim=8)
-    q, k, v = (torch.ones(1, 64, 2, 8) for _ in range(3))
-    plan.unshard(ra.attention(*(plan.shard(x) for x in (q, k, v)), plan))
-    return str(plan)
-
-
-def test_a_sequence_axis_is_factored_by_the_plan():
-    plans = run(factored, 4)
-    assert len(set(plans)) == 1 and plans[0].startswith("64 tokens over ring=")
-
-
 def groups_after_each_plan() -> list[int]:
     mesh = ra.init_mesh(sequence=4, device_type="cpu")
     results = []
@@ -165,19 +138,6 @@ def test_ranks_that_disagree_all_raise_and_none_hangs(function, says):
     with pytest.raises(RankError, match=says):
         run(function, 4)
     assert time.monotonic() - start < 30
-
-
-def dies() -> None:
-    mesh = ra.init_mesh(ring=2, device_type="cpu")
-    plan = ra.plan(mesh, seq_len=64)
-    if dist.get_rank() == 1:
-        raise KeyError("lost")
-    ra.attention(*(torch.randn(1, 32, 2, 8) for _ in range(3)), plan)
-
-
-def test_the_error_of_the_rank_that_failed_is_the_one_that_is_raised():
-    with pytest.raises(RankError, match="rank 1: KeyError: 'lost'"):
-        run(dies, 2)
 
 
 def test_receives_are_posted_before_sends(monkeypatch):

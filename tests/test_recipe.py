@@ -12,7 +12,6 @@ from ringattn.launch.bench.masks import case_of
 from ringattn.plans import recipe
 from ringattn.plans.cost import Shape
 from ringattn.plans.mask import Mask
-from ringattn.plans.plan import Plan
 from ringattn.plans.recipe import Recipe
 
 DOCS = ra.Docs.from_lengths([20, 3, 30], pad_to=60)
@@ -63,21 +62,6 @@ def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypat
         assert received == sent
 
 
-@pytest.mark.parametrize(
-    ("docs", "ring", "kind"),
-    [(None, 1, "packed"), (DOCS, 1, "packed"), (ra.Docs.from_lengths([[60], [30]], pad_to=60), 1, "short"),
-     (DOCS, 3, "short")],
-)  # fmt: skip
-def test_kernels_for_packed_documents_are_for_one_device_and_the_same_documents_in_all_rows(
-    docs, ring, kind, monkeypatch
-):
-    kinds = []
-    monkeypatch.setattr(recipe, "select", lambda problem, *args, **options: kinds.append(problem.mask))
-    plan = Plan(60, ring, 1, "ring" if ring > 1 else "ulysses")
-    Recipe(Mask(plan, ra.AttentionSpec(), docs), Shape(60, 60, 8, 4, 8, 8, 4), "cuda", "bfloat16").selected(False)
-    assert kinds == [kind]
-
-
 @pytest.mark.parametrize("slower, heads, once", [(1, 64, 8), (2, 64, 7), (2, 32, 4), (100, 64, 0)])
 def test_queries_are_visited_once_unless_a_rank_would_wait_longer_for_their_keys(slower, heads, once, monkeypatch):
     """Ranks that hold hardly any documents of their own have nothing to hide the transfer, and visit them once too."""
@@ -94,14 +78,3 @@ def test_queries_are_visited_once_unless_a_rank_would_wait_longer_for_their_keys
     steps = [Recipe(mask, shape, "cuda", "bfloat16", rank=rank).forward.steps for rank in range(8)]
     assert sum(first.queries is not None for first, *_ in steps) == once
     assert (once < 8) or any(first.where is None for first, *_ in steps), "a rank with no documents of its own"
-
-
-@pytest.mark.parametrize("window, kept", [(None, False), (64, False), (17, False), (16, True)])
-def test_a_window_longer_than_half_a_shard_is_as_a_causal_mask(window, kept, monkeypatch):
-    """It would keep all keys, as long as the layer's activations are."""
-    kernel = SimpleNamespace(load=lambda: SimpleNamespace(disjoint=True, parted=False))
-    monkeypatch.setattr(Recipe, "kernel", lambda *_, **__: kernel)
-    plan, shape = Plan(64, 2, 1, "ring", "zigzag"), Shape(64, 64, 8, 2, 128, 128)
-    recipes = [Recipe(Mask(plan, ra.AttentionSpec(window=window)), shape, "cuda", "bfloat16", rank=r) for r in range(2)]
-    assert [each.keeps for each in recipes] == [kept] * 2
-    assert kept or not any(each.backward.steps[0].queries for each in recipes)

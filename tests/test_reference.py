@@ -6,10 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn import kernels
 from ringattn.kernels.attention import reference, tiled
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial, empty, merge
+from ringattn.kernels.partial import empty, merge
 
 
 def problem(T=13, S=17, H=4, G=2, D=8, V=6, B=2, seed=0, dtype=torch.float64):
@@ -159,19 +158,3 @@ def test_nan_and_overflowing_scores_are_not_empty_rows_in_jax(size):
     part = reference.attend(q, k, v, Intervals(*at), scale=0.3)
     for result in (part, merge(part, empty(q, v.shape[-1]))):
         check_bad_rows(result, np.asarray(at[0] == at[1]))
-
-
-def test_merging_a_split_is_the_whole():
-    q, k, v, where = problem()
-    left = Intervals(where.begin.clamp(max=9), where.end.clamp(max=9))
-    right = Intervals((where.begin - 9).clamp(min=0), (where.end - 9).clamp(min=0))
-    merged = merge(
-        reference.attend(q, k[:, :9], v[:, :9], left, scale=0.3),
-        reference.attend(q, k[:, 9:], v[:, 9:], right, scale=0.3),
-    )
-    torch.testing.assert_close(merged, Partial(*reference.attend(q, k, v, where, scale=0.3)))
-
-
-def test_an_unknown_kernel_is_refused_with_the_list():
-    with pytest.raises(ValueError, match="'flashy': choose one of auto, "):
-        kernels.select(kernels.Problem("cpu", "float32", 8, 8, 2, 2), "flashy")

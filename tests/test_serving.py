@@ -1,7 +1,6 @@
 """What prefill and decode decide without a device: where tokens lie, which way a chunk moves, how partials meet."""
 
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,8 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
-from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.plans.machine import load
-from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, keys_at_once, prefill_moves
+from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, prefill_moves
 from ringattn.torch.inference import call as calls
 from ringattn.torch.inference import chunk, function
 from ringattn.torch.inference.cache import KVCache
@@ -37,12 +35,6 @@ def test_keys_travel_while_they_are_few_and_queries_once_there_are_many():
     assert prefill_moves(4, 2048, 2**20, LLAMA, *NVLINK).way == "queries"
     assert prefill_moves(4, 4, 131072, LLAMA, *NVLINK).way == "queries"
     assert prefill_moves(1, 2048, 131072, LLAMA, *NVLINK).exposed == {"queries": 0.0, "keys": 0.0}
-
-
-def test_queries_that_are_gathered_first_hide_behind_nothing():
-    moves, gathered = (prefill_moves(4, 2048, 131072, LLAMA, *NVLINK, beside=beside) for beside in (True, False))
-    assert gathered.exposed["queries"] > gathered.sent["queries"] / H200.inside.bandwidth > 3 * moves.exposed["queries"]
-    assert gathered.sent["queries"] == moves.sent["queries"] and gathered.way == "keys"
 
 
 def test_the_chunks_own_keys_which_all_are_sent_anyway_do_not_travel_again():
@@ -85,10 +77,6 @@ def test_where_nothing_is_hidden_fewer_bytes_win():
     assert "queries travel (queries: 19" in str(moves)
 
 
-def test_a_hop_follows_the_chunk_and_not_the_prompt():
-    assert keys_at_once(1) == 1024 and keys_at_once(4096) == 16384
-
-
 def test_a_piece_that_every_query_sees_whole_may_come_in_any_order():
     begin, end = np.zeros((2, 1, 3), int), np.full((2, 1, 3), 8)  # of two ranks' keys
     for at, keys, whole in (((), 8, True), ((1, 0, 0), 7, False)):
@@ -107,27 +95,6 @@ def test_a_token_goes_by_what_starts_sooner_and_a_large_exchange_by_what_is_fast
     assert exchange_over(32 * 129 * 4, 4, H200) == "group"  # 264 us beside 289, as measured
     assert exchange_over(2**24, 4, H200) == "symmetric"
     assert exchange_over(2**24, 4, CPU) == "group"  # there is no other
-
-
-def test_a_decode_asks_the_axis_for_the_transport_of_its_bytes(monkeypatch):
-    asked = []
-    monkeypatch.setattr(LocalAxis, "over", lambda self, transport: asked.append(transport) or self)
-
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=4, machine="h200")
-        cache = KVCache.allocate(plan, batch=1, max_len=8, kv_heads=1, head_dim=8, dtype=torch.float32)
-        x = torch.randn(1, 4, 1, 8)
-        ra.prefill(*[plan.shard(x)] * 3, plan, cache)
-        ra.decode(x[:, :1], x[:, :1], x[:, :1], cache)
-
-    run(one_rank, ring=2)
-    assert asked == ["group"] * 2
-
-
-def test_peers_memory_hands_over_to_the_group_unless_it_was_asked_for_by_name():
-    peers, watch, group = SimpleNamespace(lanes=None, rank=0), SimpleNamespace(size=2), object()
-    auto, named = (SymmetricAxis(peers, watch, list, "ring", other) for other in (group, None))
-    assert auto.over("group") is group and auto.over("symmetric") is auto and named.over("group") is named
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str)
@@ -173,15 +140,6 @@ def test_what_travels_is_as_long_as_the_chunk_however_long_the_prompt(monkeypatc
     assert max(hops) == 40 and hops.count(40) >= 2 * 6  # 256 keys a rank at the end
 
 
-def test_a_cache_explains_what_will_be_sent():
-    plan = ra.plan(seq_len=8)
-    cache = KVCache.allocate(plan, batch=1, max_len=64, kv_heads=2, head_dim=16, dtype=torch.float32)
-    text = cache.explain(chunk=8, heads=4)
-    assert "KVCache(lengths [0] of 64, over 1 ranks)" in text
-    assert "a chunk of 8 tokens: queries travel (queries: 0.0 MB sent, 0.00 ms exposed; keys: 0.0 MB" in text
-    assert "a decoded token: partials of 0.3 kB a rank, exchanged by gather" in text
-
-
 def test_a_cache_is_a_kv_cache_and_takes_what_its_framework_takes():
     sizes = {"batch": 1, "max_len": 64, "kv_heads": 2, "head_dim": 16}
     cache = ra.KVCache.allocate(ra.plan(seq_len=8), **sizes)
@@ -202,13 +160,7 @@ def test_a_cache_is_a_kv_cache_and_takes_what_its_framework_takes():
         ({"dtype": torch.int8}, "dtype=torch.int8: choose one of float16, bfloat16, float32, float64"),
         ({"window": 0}, "window=0: at least 1, a whole number"),
         ({"window": 4, "room": -1}, "room=-1: the longest chunk"),
-        ({"block": 0}, "block=0: at least 1"),
-        ({"value_dim": 0}, "value_dim=0: at least 1"),
-        ({"value_dim": -1}, "value_dim=-1"),
         ({"batch": 2.0}, "batch=2.0: at least 1, a whole number"),
-        ({"batch": True}, "batch=True"),
-        ({"batch": None}, "batch=None"),
-        ({"max_len": "64"}, "max_len='64'"),
     ],
 )
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -228,18 +180,12 @@ def test_what_is_no_cache_or_of_the_other_framework_is_refused():
     y = jnp.asarray(x.numpy())
     for call, says in [
         (lambda: ra.decode(x, x, x, None), "cache is of type NoneType; make one with KVCache.allocate"),
-        (lambda: ra.prefill(x, x, x, plan, None), "cache is of type NoneType"),
         (lambda: ra.prefill(x, x, x, None, cache), "plan is of type NoneType; use the cache's plan"),
         (lambda: ra.prefill(x, x, x, cache, plan), "cache is of type Plan; .* plan comes before cache"),
         (lambda: ra.decode(y, y, y, cache), "made for a torch mesh, and q is a jax array"),
         (lambda: ra.decode(x, x, x, jax_cache), "made for a jax mesh, and q is a torch tensor"),
-        (lambda: ra.prefill(y, y, y, plan, cache), "made for a torch mesh, and q is a jax array"),
         (lambda: cache.append(y, y), "made for a torch mesh, and k is a jax array"),
-        (lambda: jax_cache.append(x, x), "made for a jax mesh, and k is a torch tensor"),
-        (lambda: ra.decode(x, x, x, cache, sinks=[0.0, 0.0]), "sinks is of type list; it must be a torch tensor"),
-        (lambda: ra.decode(x, x, x, cache, spec={}), "spec is of type dict; pass AttentionSpec"),
         (lambda: cache.load_state_dict(jax_cache.state_dict()), "the state has no origin"),
-        (lambda: jax_cache.load_state_dict(cache.state_dict()), "the state has no first"),
     ]:
         with pytest.raises(ValueError, match=says):
             call()
@@ -257,28 +203,3 @@ def test_a_wrong_prefill_of_one_rank_is_refused_on_all():
         assert cache.lengths.tolist() == [0]
 
     run(one_rank, ring=2, timeout=20)
-
-
-def test_the_second_layer_finds_everything_made(monkeypatch):
-    """What a chunk sees, and where its tokens go, depends on lengths alone: made for one layer, it serves all."""
-    made = []
-    monkeypatch.setattr(chunk, "sides_seen", lambda *args, real=chunk.sides_seen: made.append(args) or real(*args))
-
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=24)
-        layers = [
-            KVCache.allocate(plan, batch=2, max_len=48, kv_heads=1, head_dim=8, dtype=torch.float32, block=4)
-            for _ in range(3)
-        ]
-        x = torch.randn(2, plan.local_len, 1, 8)
-        counts = []
-        for move in ("keys", "queries"):
-            for layer in layers:
-                ra.prefill(x, x, x, plan, layer, move=move)
-                counts.append(len(made))
-        return counts
-
-    for cached in (chunk.ranges_of, chunk.landings):
-        cached.cache_clear()
-    [counts] = run(one_rank, ring=1)
-    assert counts[0] == counts[2] > 0 and counts[3] == counts[5] > counts[0]

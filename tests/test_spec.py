@@ -124,55 +124,28 @@ def test_positions_that_take_turns_see_what_sorted_ones_see(rows, positions):
     ("make", "says"),
     [
         (lambda: AttentionSpec(window=0), "window=0: the number of keys a query sees, at least 1"),
-        (lambda: AttentionSpec(window=-3), "window=-3"),
         (lambda: AttentionSpec(window=2.5), "window=2.5"),
-        (lambda: AttentionSpec(window=10**30), "positions are counted in 64 bits; use None for all keys"),
         (lambda: AttentionSpec(causal="no"), "causal='no': pass True or False"),
-        (lambda: AttentionSpec(causal=None), "causal=None: pass True or False"),
         (lambda: AttentionSpec(causal=False, window=4), "or a pair: window=\\(3, 0\\)"),
-        (lambda: AttentionSpec(scale=float("nan")), "scale=nan: must be a finite number above 0"),
         (lambda: AttentionSpec(scale=-1.0), "scale=-1.0"),
-        (lambda: AttentionSpec(scale=True), "scale=True: must be a finite number above 0"),
         (lambda: Docs(np.array([[2, 10]]), 10), r"each row from 0 on.*got array\(\[\[ 2, 10\]\]\)"),
-        (
-            lambda: Docs(np.array([[0, 30]]), 10),
-            r"length=10\): .* up to the length \(at.*\); got array\(\[\[ 0, 30\]\]\)",
-        ),
         (lambda: Docs(np.array([[0, 7, 3]]), 10), "never decreasing"),
-        (lambda: Docs(np.array([[0.0, 10.0]]), 10), r"whole numbers \[rows, n \+ 1\]"),
-        (lambda: Docs(np.array([0, 10]), 10), r"got array\(\[ 0, 10\]\)"),
-        (lambda: Docs(np.array([[0]]), 10), r"got array\(\[\[0\]\]\) \(Docs.from_lengths makes them\)"),
-        (lambda: Docs([0, 10], 10), r"whole numbers \[rows, n \+ 1\]"),
         (lambda: Docs(np.array([[0, 10]]), None), "length=None"),
         (lambda: AttentionSpec(softcap=0.0), "softcap=0.0"),
         (
             lambda: AttentionSpec(softcap=1e39),
             "softcap=1e\\+39: scores .* in float32; pass a number from 1e-18 to 1e18",
         ),
-        (lambda: AttentionSpec(scale=1e-46), "scale=1e-46: scores are computed in float32"),
-        (
-            lambda: AttentionSpec(scale=np.array(0.5)),
-            r"scale=array\(0.5\): must be a finite number above 0 \(not an array\)",
-        ),
-        (lambda: AttentionSpec(window=np.array(5)), r"window=array\(5\)"),
         (lambda: Docs.from_lengths([3, -1]), r"at least 0, got \[3, -1\]"),
         (lambda: Docs.from_lengths([9], pad_to=8), "9 tokens do not fit in pad_to=8"),
         (lambda: Docs.from_lengths([[3], [4]]), r"add up to \[3, 4\].*pass pad_to=4"),
         (lambda: Docs.from_lengths([]), "no documents"),
-        (lambda: Docs.from_lengths(None), "must be a list, array or tensor of whole numbers, got None"),
-        (lambda: Docs.from_lengths(16), "must be a list, array or tensor of whole numbers, got 16"),
-        (lambda: Docs.from_lengths("88"), "got '88'"),
-        (lambda: Docs.from_lengths([8, [8]]), r"at least 0, got \[8, \[8\]\]"),
-        (lambda: Docs.from_lengths([float("inf"), 1]), r"at least 0, got \[inf, 1\]"),
         (
             lambda: Docs.from_lengths([2**62, 2**62]),
             "documents of 9223372036854775808 tokens: at most 1099511627776",
         ),
-        (lambda: Docs.from_lengths([8, 8], pad_to=16.7), "pad_to=16.7: the length with padding, a whole number"),
-        (lambda: Docs.from_lengths([8, 8], pad_to="16"), "pad_to='16'"),
         (lambda: Docs.from_cu_seqlens([0, 7.9, 16]), r"in whole numbers, got \[0, 7.9, 16\]"),
         (lambda: Docs.from_cu_seqlens([1, 4]), "must begin with 0"),
-        (lambda: Docs.from_cu_seqlens([0, 4, 3]), "never decrease"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_numbers(make, says):
@@ -186,12 +159,6 @@ def test_lengths_come_as_lists_arrays_and_tensors():
         assert Docs.from_lengths(array([3, 5])) == Docs.from_lengths([array(3), array(5)]) == expected
         assert Docs.from_lengths(array([[3, 5], [4, 4]])) == Docs.from_lengths([[3, 5], [4, 4]])
         assert Docs.from_cu_seqlens(array([0, 3, 8])) == expected
-
-
-def test_a_spec_is_frozen_and_hashable():
-    assert {AttentionSpec(): 1}[AttentionSpec()] == 1
-    with pytest.raises(AttributeError):
-        AttentionSpec().window = 3
 
 
 def test_numpys_numbers_become_pythons():

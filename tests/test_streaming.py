@@ -7,7 +7,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.models.nn import Attention, StreamingAttention
+from ringattn.models.nn import StreamingAttention
 
 MESHES = [{"ring": 1}, {"ring": 3}, {"ring": 2, "ulysses": 2}]
 
@@ -62,22 +62,6 @@ def test_rows_of_different_lengths_go_on_at_their_own_positions():
         single.float()
 
 
-def test_the_weights_are_those_of_a_trained_layer():
-    torch.manual_seed(0)
-    trained = Attention(64, heads=4, kv_heads=2, head_dim=16)
-    streaming = StreamingAttention.of(trained, max_len=50)
-    assert streaming.state_dict().keys() == trained.state_dict().keys()
-    assert streaming.q.weight is trained.q.weight
-    x = tokens()
-    torch.testing.assert_close(streaming.prefill(x), trained(x).detach(), rtol=0, atol=1e-6)
-
-
-def test_a_prompt_goes_on_after_tokens():
-    x, single = tokens(), layer()
-    outs = [single.prefill(x[:, :10]), single.step(x[:, 10:13]), single.prefill(x[:, 13:30]), single.step(x[:, 30:])]
-    assert off(torch.cat(outs, 1), deepcopy(single).double()(x.double())) <= 2e-6
-
-
 def test_calls_in_the_wrong_order_are_named_and_change_nothing():
     x, single = tokens(), layer(max_len=43)
     with pytest.raises(ValueError, match="step before prefill: this layer has seen no prompt"):
@@ -117,16 +101,6 @@ def test_beside_a_window_chunks_may_grow(sizes):
 
     for out in run(one_rank, **sizes):
         assert off(out, expected) <= 2e-6
-
-
-def test_a_longer_step_beside_a_window_takes_more_memory_and_a_refused_one_none():
-    x, single = tokens(T=300), layer(window=16, max_len=300)
-    outs = [single.prefill(x[:, :10]), single.step(x[:, 10:250])]
-    assert off(torch.cat(outs, 1), deepcopy(single).double()(x[:, :250].double())) <= 2e-6
-    cache = single.cache
-    with pytest.raises(ValueError, match="300 more tokens do not fit: rows hold up to 250 of max_len=300"):
-        single.prefill(x)
-    assert single.cache is cache
 
 
 def test_what_sees_later_tokens_is_for_forward():

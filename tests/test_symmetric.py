@@ -13,7 +13,6 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from ringattn import api, choosing
 from ringattn.comms import engines, memory, symmetric, watch
 from ringattn.comms.axis import Slices
 from ringattn.comms.engines import AID, IN, OUT, Copy, Lanes
@@ -21,11 +20,7 @@ from ringattn.comms.local import Board, LocalAxis, LocalMesh
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.comms.watch import Watch
-from ringattn.kernels import TABLE
 from ringattn.launch.verify import oracle
-from ringattn.plans.mask import Mask, reads_of, table_of
-from ringattn.steps.rank import steps_of
-from ringattn.torch.attention.transfers import exchange_for
 from tests.cases import FEATURES
 from tests.cases import errors as errors_of
 from tests.test_comms import exercise
@@ -217,23 +212,6 @@ def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot, f
     on_ranks(one_rank, axes(2))
 
 
-def test_only_beside_work_that_fills_the_device_copies_come_first():
-    """Launching a copy takes the host a while, in which a kernel that is launched first already runs."""
-
-    def one_rank(axis):
-        results, x, other = [], torch.ones(8), 1 - axis.rank
-        for fills in (True, False):
-            sent = axis.lanes.copies[OUT]
-            with axis.sharing({other: [x]}, {other: [torch.empty(8)]}, fills=fills) as coming:
-                results.append(axis.lanes.copies[OUT] - sent)
-            coming.wait()
-        return results
-
-    assert on_ranks(one_rank, axes(2)) == [[1, 0]] * 2
-    fills = {kernel.name: kernel.load().fills for kernel in TABLE if kernel.lacks() is None}
-    assert {name for name in fills if fills[name]} == {"cudnn"}
-
-
 @pytest.mark.parametrize("lane", [OUT, IN])
 def test_many_small_copies_are_one_kernel(lane, monkeypatch):
     """Bytes that are not 16 times as many are left to the driver. So are few copies and large ones, but not those
@@ -346,40 +324,6 @@ def test_attention_equals_dense_float64(name, together, slot):
         assert max(errors.values()) < 2e-6, f"rank {rank}: {errors}"
 
 
-def test_pieces_are_joined_within_an_allocation_and_never_beyond():
-    room = bytearray(64)
-    first, second = (torch.frombuffer(room, dtype=torch.float32, offset=at, count=8) for at in (0, 32))
-    assert first.data_ptr() + first.nbytes == second.data_ptr()
-    start = first.data_ptr()
-    joined = memory.joined([first[:3], first[3:], second])
-    assert list(memory.batches(joined)) == [[memory.Piece(start, 32), memory.Piece(start + 32, 32)]]
-
-
-def test_runs_of_one_size_at_one_distance_are_one_piece():
-    """Of one allocation, one after the other, and no further apart than the driver's copies reach."""
-
-    def stacked(*runs):
-        return [tuple(stack) for stack in memory.stacked(runs)]
-
-    assert stacked((5, 8, 0), (25, 8, 0), (45, 8, 0)) == [(5, 8, 3, 20)]
-    assert stacked((0, 8, 0), (20, 8, 0), (41, 8, 0), (62, 8, 0)) == [(0, 8, 2, 20), (41, 8, 2, 21)]
-    assert stacked((0, 8, 0), (2**31 - 1, 8, 0)) == [(0, 8, 2, 2**31 - 1)]
-    for apart in ((20, 9, 0), (20, 8, 1), (7, 8, 0), (-20, 8, 0), (2**31, 8, 0)):
-        assert stacked((0, 8, 0), apart) == [(0, 8, 1, 0), (*apart[:2], 1, 0)]
-
-
-@pytest.mark.parametrize("places", [(range(0, 2), range(4, 6)), (range(1, 6, 2),), (range(2, 6),)], ids=str)
-def test_ranges_lie_where_their_views_do(places, slot):
-    """Twice, the second time as remembered for others of the same shape; too many pieces are left to be packed."""
-    for _ in "ab":
-        pair = torch.rand(2, 6, 40), torch.rand(3, 6, 2, 8)[:2]
-        slices = Slices(pair, places)
-        expected = list(memory.batches([p for x in pair for p in memory.joined(list(Slices([x], places)))]))
-        assert memory.located(slices) == expected
-        assert len(slices) == len(list(slices)) and torch.equal(slices[0], pair[0][:, places[0]])
-    assert memory.located(Slices([torch.rand(2, 6, 9, 20)[..., :4]], places)) is None
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
     """Slot by slot, however many rows a piece has: what one side stacks the other may not."""
@@ -402,29 +346,6 @@ def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
 
 def read(piece):
     return b"".join(ctypes.string_at(piece.address + i * piece.pitch, piece.size) for i in range(piece.rows))
-
-
-def test_two_ranges_of_a_tensor_come_in_one_copy(monkeypatch):
-    """A hop of a zigzag ring, from three sources at once: a copy for the keys and one for the values of each.
-
-    To ranks 1 and 2 of the four some ranks look for half of their block, others for all of it.
-    """
-    monkeypatch.setattr(memory, "SLOT", 2**12)
-
-    def one_rank(axis):
-        plan = choosing.plan(SharedMesh(axis), seq_len=64, layout="zigzag", strategy="ring")
-        mask = Mask(plan, api.AttentionSpec())
-        step = steps_of(table_of(mask, 1, together=3), reads_of(mask).shards, axis.rank)[1]
-        k = plan.positions().float()[None, :, None].expand(1, -1, 5).contiguous()
-        room, trip = exchange_for(step, (k, -k))
-        with axis.sharing(*trip) as coming:
-            pass
-        coming.wait()
-        at = torch.cat([torch.arange(r.start, r.stop) for r in step.keys])
-        assert room[0][0, :, 4].tolist() == at.tolist() == (-room[1][0, :, 0]).tolist()
-        return axis.lanes.copies
-
-    assert on_ranks(one_rank, axes(4)) == [{OUT: out, IN: 3 * 2} for out in (2, 4, 4, 2)]
 
 
 class Side(ctypes.Structure):

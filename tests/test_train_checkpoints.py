@@ -1,7 +1,6 @@
 """A checkpoint is checked before it is loaded: damage to it is found and passed by."""
 
 import dataclasses
-import errno
 import os
 import pickle
 import resource
@@ -145,21 +144,6 @@ def test_a_state_of_another_shape_cannot_be_read(text, tmp_path):
         checkpoint.matching(path, {})
 
 
-def test_only_the_name_that_a_step_gives_is_a_checkpoint(tmp_path):
-    names = [
-        "step-00000002",
-        "step-00000010",
-        "step-1000000000",
-        "step-5",
-        "step--0000005",
-        "step-000003.5",
-        "step-1e9",
-    ]
-    for name in [*names, "step-00000003.part", "step-0000000\u0664", "step-000000002"]:
-        (tmp_path / name).mkdir()
-    assert [p.name for p in checkpoint.numbered(tmp_path)] == names[:3]
-
-
 def test_a_run_folder_that_is_deleted_while_it_trains_is_noticed(tmp_path):
     run = tmp_path / "run"
     log = metrics.Log(run, TINY)
@@ -233,20 +217,6 @@ def test_what_is_saved_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
     unfinished = f"{checkpoints.folder}/step-00000001.part"
     files = [f"{unfinished}/{name}" for name in ("rank-00000.safetensors", "state.json")]
     assert did == [*files, unfinished, "step-00000001.part -> step-00000001", str(checkpoints.folder)]
-
-
-def test_a_folder_that_cannot_be_synced_is_no_error_and_a_disk_that_fails_is(tmp_path, monkeypatch):
-    def failing(number: int):
-        def fsync(file: int) -> None:
-            raise OSError(number, os.strerror(number))
-
-        return fsync
-
-    monkeypatch.setattr(os, "fsync", failing(errno.EINVAL))
-    checkpoint.on_disk(tmp_path)
-    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
-    with pytest.raises(OSError, match="Input/output error"):
-        checkpoint.on_disk(tmp_path)
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:

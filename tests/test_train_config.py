@@ -2,14 +2,12 @@
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
 
-from ringattn import conf
 from ringattn.conf import schema
 from ringattn.conf.schema import Data, Model, Strategy, Train
 from ringattn.launch.train import configured
@@ -55,17 +53,14 @@ def test_without_arguments_the_configuration_is_the_schema():
     [
         (["strategy.rnig=2"], "no key 'strategy.rnig'; did you mean 'strategy.ring'?"),
         (["+sp.rnig=4"], "no key 'sp.rnig'; did you mean 'strategy.ring'?"),
-        (["seqlen=4"], "no key 'seqlen'; did you mean 'seq_len'?"),
         (["model=tinny"], "model=tinny: choose one of block8b, hybrid, small, tiny; did you mean 'tiny'?"),
         (["strategy.layout=zigzga"], "did you mean 'zigzag'?"),
         (["seq_len=0"], "seq_len=0: must be above 0"),
         (["model.heads=3"], "model.heads=3 does not divide model.dim=128"),
         (["run=../x"], "is a name inside folder=runs"),
         (["seq_len=abc"], "seq_len: expected a whole number; Value 'abc'"),
-        (["model.window=wide"], "model.window: expected a whole number or null; Value 'wide'"),
         (["run='a\x1b[31m'"], r"run='a\x1b[31m': text must be without control characters"),
         (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
-        (["optimizer.beta1=2"], "optimizer.beta1=2.0: must be below 1"),
         (["optimizer.lr=inf"], "optimizer.lr=inf: must be a number, and finite"),
         (["data.documents=300"], "data.documents=300 ends no document: bytes are 0 to 255"),
         (
@@ -78,7 +73,6 @@ def test_without_arguments_the_configuration_is_the_schema():
         (["optimizer=adam"], "str is not a subclass of Optimizer"),
         (["optimizer={lrr:3}"], "no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
         (["seq_len"], "seq_len: give seq_len=VALUE"),
-        (["~optimizer.lr"], "~optimizer.lr: give optimizer.lr=VALUE"),
         (["model=tiny,small"], "model=tiny,small: several values are a sweep; add --multirun"),
         (
             ["-m", "model=tiny,smal"],
@@ -88,8 +82,6 @@ def test_without_arguments_the_configuration_is_the_schema():
         (["--config-dir", "/nope"], "--config-dir /nope: there is no such folder"),
         (["--cfgg", "job"], "no option --cfgg; did you mean '--cfg'?"),
         (["run=x${oc.env:HOME}"], "${oc.env:HOME} is refused"),
-        (["seq_len=${oc.env:HOME,3}"], "${oc.env:HOME} is refused"),
-        (["-m", "run=a,${oc.env:HOME}"], "${oc.env:HOME} is refused"),
         (["+hydra.callbacks.x._target_=m.C"], "no key 'hydra.callbacks.x._target_'"),
         (["hydra.searchpath=[pkg://m]"], "no key 'hydra.searchpath'"),
     ],
@@ -166,16 +158,6 @@ def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
     assert not ran.exists()
 
 
-def test_without_hydra_the_error_has_the_remedy(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "ringattn.conf.compose")
-    monkeypatch.delattr(conf, "compose")
-    monkeypatch.setitem(sys.modules, "hydra", None)
-    assert configured.run(["seq_len=4"], lambda config: 0) == 2
-    assert capsys.readouterr().err == (
-        "ringattn train: hydra is not installed; pip install 'ringattn[train]' ('.[...]' in a checkout)\n"
-    )
-
-
 def test_the_result_is_printed_and_nothing_runs(capsys):
     assert configured.run(["--cfg", "job", "model=small", "seq_len=16"], lambda config: 1) == 0
     text = capsys.readouterr().out
@@ -231,16 +213,6 @@ def test_a_sweep_ends_with_the_run_that_was_stopped_and_says_what_was_not_begun(
     assert capsys.readouterr().out == "the sweep was stopped; not begun: optimizer.lr=0.005; optimizer.lr=0.007\n"
     statuses = iter([2, None])
     assert configured.run(words, lambda config: next(statuses)) == 2  # one that failed before is not forgotten
-
-
-def test_a_rank_leaves_rank_0_the_time_to_say_what_is_wrong(capsys, monkeypatch):
-    waited = []
-    monkeypatch.setattr(configured.time, "sleep", lambda seconds: waited.append(capsys.readouterr().err))
-    monkeypatch.setattr(configured.signal, "signal", lambda *handler: None)
-    monkeypatch.setenv("RANK", "1")
-    assert configured.run(["seq_len=-1"], lambda config: 0) == 2
-    assert waited == [""]
-    assert capsys.readouterr().err == "ringattn train: rank 1: seq_len=-1: must be above 0\n"
 
 
 def test_help_names_every_key_and_every_file(capsys):

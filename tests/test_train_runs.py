@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +19,8 @@ from torch import nn
 
 from ringattn.conf.schema import Cluster, Model, Train
 from ringattn.launch.processes import RankError
-from ringattn.launch.train import checkpoint, metrics, report, torchrun, trainer
+from ringattn.launch.train import checkpoint, metrics, report, trainer
 from ringattn.launch.train import start as train
-from ringattn.launch.train.trainer import work
 from tests.training import SOURCES, TINY, losses, made, one_process, over
 
 
@@ -155,13 +153,6 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
         assert "77.0" not in output and ("already at step 4 of 4" in output)
 
 
-def test_a_run_without_checkpoints_says_so_last(tmp_path, capsys):
-    config = dataclasses.replace(TINY, device="cpu", nproc=1, folder=str(tmp_path), steps=1, picture=False)
-    assert train.here(config) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "no weights were kept; save_every=N saves them every N steps and at the end"
-
-
 @pytest.mark.slow
 def test_a_run_that_goes_on_has_one_line_a_step(tmp_path):
     """Steps after the checkpoint are done again, and so is what was measured at the end."""
@@ -173,24 +164,6 @@ def test_a_run_that_goes_on_has_one_line_a_step(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for kind, steps in {"step": [1, 2, 3, 4], "save": [2, 4], "eval": [4], "memory": [-8, -4, -2, -1]}.items():
         assert [row["step"] for row in rows if row["kind"] == kind] == steps
-
-
-def test_a_comparison_that_is_stopped_is_reported_and_saves_nothing(tmp_path, monkeypatch, capsys):
-    beside = train.on_one_rank(dataclasses.replace(TINY, save_every=1))
-    summary = torchrun.local(stopped_at_once, 1, "cpu", train.resolved(beside, 1), str(tmp_path))[0]
-    assert summary["stopped"] and (tmp_path / "metrics.jsonl").exists() and report.checkpoints_of(tmp_path) == []
-
-    def unready(*args, **more):
-        raise torchrun.Stopped
-
-    for local, step in ((lambda *args, **more: [summary], 1), (unready, 0)):
-        monkeypatch.setattr(torchrun, "local", local)
-        assert train.compared(TINY, tmp_path) == {}
-        assert capsys.readouterr().out == f"the comparison was stopped after step {step}\n"
-
-
-def stopped_at_once(config: Train, folder: str) -> dict:
-    return work(config, folder, time.time(), should_stop=lambda: True)
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -205,24 +178,6 @@ def test_every_step_is_a_line_of_80_columns(live, monkeypatch):
     assert [re.findall(r"\d+/100 ", line) for line in lines] == [["1/100 "], ["2/100 "], ["100/100 "]]
     assert all(len(line) <= 79 and "s left" in line for line in lines)
     assert lines[0].startswith("  1/100  loss")
-
-
-def test_a_batch_log_has_about_50_lines():
-    stream = io.StringIO()
-    for every, lines in ((None, 51), (10, 101)):
-        bar = metrics.Progress(1000, every, stream)
-        for step in range(1, 1001):
-            bar.show(step, {"loss": 1.0, "tokens_per_second": 1e5, "mfu": 0.004, "memory_mib": 1.0})
-        assert stream.getvalue().count("\n") == lines
-        stream.truncate(0)
-    assert (metrics.mfu(0.4), metrics.mfu(None)) == (", MFU 40%", "")
-
-
-def test_a_closed_connection_is_explained_and_other_errors_are_unchanged():
-    message = trainer.in_words(RuntimeError("[pair.cc:553] Connection reset by peer [127.0.0.1]:61"), 6)
-    assert str(message).startswith("another rank was lost after step 6: Connection reset by peer")
-    assert str(trainer.in_words(ConnectionError("rank 1 lost rank 0"), 6)) == "after step 6: rank 1 lost rank 0"
-    assert trainer.in_words(RuntimeError("CUDA out of memory"), 6) is None
 
 
 def losses_after_auto(folder: Path) -> int:
@@ -309,20 +264,6 @@ def test_restarts_of_torchrun_refuse_what_the_first_attempt_did(tmp_path):
     output = done.stdout + done.stderr
     assert done.returncode != 0 and output.count("holds a run; use resume=auto") == 2, output
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-
-
-def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys):
-    pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
-    from ringattn.launch.train import configured
-
-    def names(*words: str) -> list[str | None]:
-        results: list[str | None] = []
-        assert configured.run(["--multirun", *words], lambda config: results.append(config.run) or 0) == 0
-        return results
-
-    assert names("run=sw", "optimizer.lr=1e-3,3e-3") == ["sw-0", "sw-1"]
-    assert capsys.readouterr().err == "optimizer.lr=0.001:\noptimizer.lr=0.003:\n"
-    assert names("run=a,b") == ["a", "b"] and names("run=a", "steps=3") == ["a"] and names("steps=3,4") == [None] * 2
 
 
 @pytest.mark.slow

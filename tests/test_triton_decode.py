@@ -9,12 +9,10 @@ pytest.importorskip("triton")
 
 from ringattn.kernels import partial
 from ringattn.kernels.attention import reference
-from ringattn.kernels.attention.triton.append import append
 from ringattn.kernels.attention.triton.decode import attend, choose_splits, config, decode_splits
 from ringattn.kernels.attention.triton.merge import STACK, merge_into, merge_stack
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial, Streams
-from ringattn.kernels.triton import COMPILED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #        B   T  H  G    D    V    S  dtype           softcap
@@ -68,16 +66,6 @@ def test_decode_equals_reference(case: tuple, splits: int | None) -> None:
     expected = reference.attend(q.double(), k.double(), v.double(), where, **options)
     out, lse = worst(decode(*inputs, splits=splits, **options), expected)
     assert out < (2e-6 if case[7] == torch.float32 else 2e-3) and lse < 5e-6, f"{case} splits={splits}: {out} {lse}"
-
-
-def test_scores_of_tens_of_thousands_stay_finite() -> None:
-    q, k, v = (
-        (torch.rand(s, device=DEVICE) * 100 - 50).half() for s in ((1, 2, 2, 64), (1, 80, 1, 64), (1, 80, 1, 16))
-    )
-    where = Intervals(*(torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in ([0, 30], [79, 80])))
-    got = decode(q, k, v, where, scale=64**-0.5, splits=2)
-    out, _ = worst(got, reference.attend(q.double(), k.double(), v.double(), where, scale=64**-0.5))
-    assert out < 0.03, f"error {out}"  # values up to 50 in float16 products
 
 
 def test_scores_of_ten_thousand_lose_no_digits_between_splits() -> None:
@@ -143,15 +131,6 @@ def test_merge_into_equals_the_formula(V: int) -> None:
     torch.testing.assert_close(got.lse, expected.lse, atol=1e-6, rtol=0, equal_nan=True)
 
 
-def test_merge_into_a_slice_touches_nothing_else() -> None:
-    total, part = Partial(draw(1, 9, 2, 16), draw(1, 9, 2)), Partial(draw(1, 4, 2, 16), draw(1, 4, 2))
-    before, rows = Partial(*(x.clone() for x in total)), slice(3, 7)
-    merge_into(Partial(total.out[:, rows], total.lse[:, rows]), part)
-    expected = partial.merge(Partial(before.out[:, rows], before.lse[:, rows]), part)
-    torch.testing.assert_close(total.out[:, rows], expected.out, atol=1e-6, rtol=0)
-    assert torch.equal(total.out[:, :3], before.out[:, :3]) and torch.equal(total.lse[:, 7:], before.lse[:, 7:])
-
-
 @pytest.mark.parametrize("n", [1, 2, 5, STACK + 3])
 def test_merge_stack_equals_merging_one_by_one(n: int) -> None:
     torch.manual_seed(n)
@@ -189,26 +168,6 @@ def test_splits_fill_the_machine_in_whole_waves() -> None:
         waves = rows * splits / slots
         assert waves <= 1 and waves > (0.9 if keys > 8192 else 0.3), f"{rows} x {keys}: {splits} splits, {waves} waves"
     assert choose_splits(8, 100, slots) == 1 and choose_splits(4096, 1000, slots) == 1
-
-
-def test_a_launch_of_another_length_is_of_the_same_kind() -> None:
-    """What is kept of launches does not grow with the lengths that a server sees, and none goes the slow way again."""
-    before = dict(COMPILED)
-    COMPILED.clear()
-    for S in (128, 176, 240):
-        _, k, v, where = problem_of((1, 3, 2, 1, 16, 16, S, torch.float32, None))[0]
-        append(k[:, :3], v[:, :3], k, v, torch.zeros(1, dtype=torch.int64, device=DEVICE), (0, 64, 64, 0))
-        attend(draw(1, 3, 2, 16), k, v, where, scale=0.3, carry=Partial(draw(1, 3, 2, 16), draw(1, 3, 2)))
-        merge_into(*(Partial(draw(1, S, 2, 16), draw(1, S, 2)) for _ in "ab"))
-    kinds = len(COMPILED)
-    COMPILED.update(before)
-    assert kinds == 4  # append, decode, the merge of splits and the carry, the merge into memory
-
-
-def test_refusals_are_named() -> None:
-    double = Partial(*(torch.zeros(1, 1, 1, 1, *s, dtype=torch.float64, device=DEVICE) for s in ((4,), ())))
-    with pytest.raises(NotImplementedError, match=r"partial\.merge"):
-        merge_stack(double)
 
 
 @pytest.mark.gpu

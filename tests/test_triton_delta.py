@@ -19,7 +19,6 @@ from tests.test_triton_linear import (
     check,
     distance,
     draw,
-    same_bits,
     some_quick,
     truth_of,
 )
@@ -112,12 +111,6 @@ def test_a_segment_keeps_what_long_keys_stretch_as_much_as_gates_shrink(monkeypa
     assert truth[1].norm() > 0.1 * x.start.norm()
     assert distance(out, truth[0]) <= 1e-4
     assert distance(end, truth[1]) <= 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_kept_states_and_walked_ones_give_the_same_bits(case: Case) -> None:
-    same_bits(case)
 
 
 @pytest.mark.gpu

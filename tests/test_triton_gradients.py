@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringattn.kernels import triton
 from ringattn.kernels.attention.triton import gradients
-from ringattn.kernels.total import Term, Total
+from ringattn.kernels.total import Total
 
 
 def some_parts(dtype: torch.dtype) -> Total:
@@ -65,26 +64,6 @@ def test_what_was_added_up_in_place_is_not_added_again():
     total.add(torch.ones(1, 2, 1, 8).half())
     assert total.running is None and (total.tensor(torch.float32) == 3).all()
     assert total.running is first and (first == 3).all(), "the sum lies where the first part lay"
-
-
-def test_other_ranges_and_more_terms_compile_nothing_new():
-    """As each batch of packed documents has them: a number that 16 divides, or a 1, would be another kernel."""
-    kinds = []
-    for ranges in ([(0, 16), (3, 4), (16, 32)], [(1, 2), (5, 21), (8, 9), (0, 37)]):
-        terms = [Term(torch.randn(2, b - a, 4, 20).half(), (a, b), (0, 4)) for a, b in ranges]
-        expected = torch.zeros(2, 37, 4, 20)
-        for x, (a, b), _ in terms:
-            expected[:, a:b] += x
-        assert torch.equal(gradients.add_parts(torch.empty(2, 37, 4, 20), terms), expected)
-        kinds.append(len(triton.KINDS))
-    assert kinds[0] == kinds[1]
-
-
-def test_a_sum_may_reuse_the_memory_of_its_first_part():
-    parts = some_parts(torch.float32).terms
-    expected = some_parts(torch.float32).tensor(torch.float32)
-    assert torch.equal(gradients.add_parts(parts[0].grad, parts), expected)
-    assert torch.equal(parts[0].grad, expected)
 
 
 def test_a_sum_in_place_writes_only_what_other_parts_touch(monkeypatch):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.models import hf
 from ringattn.models.hf import model as hf_model
-from ringattn.models.hf import trl as hf_trl
 from ringattn.models.hf.forward import keep_outermost
 
 trl = pytest.importorskip("trl", reason="trl is not installed (pip install '.[trl]')")
@@ -274,29 +272,6 @@ def test_answers_that_would_be_wrong_are_refused(what, options, message, tmp_pat
         type(f"Long{what}", (hf.OverRanks, getattr(trl, f"{what}Trainer")), {})(
             train_dataset=Dataset.from_dict(prompts()), **made
         )
-
-
-def test_what_all_ranks_gather_is_that_of_the_first_rank_of_each_plan():
-    """Ranks 2 and 1 are the first ones of data ranks 0 and 1, of four ranks with two rows each."""
-
-    class Trainer:
-        def _calculate_rewards(self):
-            return torch.arange(8.0)[:, None]
-
-    class Long(hf_trl.Answers, Trainer):
-        firsts, args, data_place = torch.tensor([2, 1]), SimpleNamespace(world_size=4), (2, 1)
-        accelerator = SimpleNamespace(num_processes=4, gather=lambda x: torch.arange(4), is_main_process=True)
-
-    long = Long()
-    assert long._calculate_rewards().flatten().tolist() == [4, 5, 2, 3]
-    with long.plans_counted_once(), long.plans_counted_once():
-        kept = long.accelerator
-        assert kept.gather(torch.tensor(0)).tolist() == kept.gather_for_metrics(torch.tensor(0)).tolist() == [2, 1]
-        assert (kept.num_processes, kept.process_index, kept.is_main_process) == (2, 1, True)
-    assert long.accelerator.num_processes == 4
-    logged = hf_trl.OfFirsts([2, 1], 4, 3)
-    logged.extend(list("aabbccdd"))
-    assert list(logged) == ["c", "b", "b"]
 
 
 @pytest.mark.slow

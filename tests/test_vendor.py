@@ -105,9 +105,7 @@ def intervals_of(mask: str, T: int, device: str = "cpu") -> Intervals:
     return Intervals(*(torch.from_numpy(x).to(device) for x in host), rectangles_of(*host), host)
 
 
-def run(
-    kernel: TorchKernel, mask: str, shape: tuple[int, ...], dtype: torch.dtype, only_lse: bool = False
-) -> dict[str, tuple]:
+def run(kernel: TorchKernel, mask: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple]:
     """(found, expected) of the partial, of a merge into a carry, and of gradients, in a vendor's dtype."""
     B, T, H, G, D, V = shape
     device = "cpu" if kernel is sdpa_cpu.KERNEL else "cuda"
@@ -115,7 +113,6 @@ def run(
     q, k, v, dout = (
         torch.randn(s, device=device).to(dtype) for s in ((B, T, H, D), (B, T, G, D), (B, T, G, V), (B, T, H, V))
     )
-    dout = dout * (not only_lse)
     where, options = intervals_of(mask, T, device), {"scale": D**-0.5}
     exact = [x.double() for x in (q, k, v, dout)]
     truth = reference.attend(*exact[:3], where, **options)
@@ -197,16 +194,6 @@ def rounding(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out.to(given[0].dtype), lse
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_gradient_of_the_lse_alone_gets_through(dtype: torch.dtype) -> None:
-    """dout = 0: a vendor's own delta would be zero, and with it every gradient."""
-    pairs = run(sdpa_cpu.KERNEL, "causal", (1, 40, 2, 2, 32, 32), dtype, only_lse=True)
-    assert pairs["dq"][1].abs().max() > 0.1
-    for name in ("dq", "dk"):
-        error = errors(pairs)[name]
-        assert error < 8 * torch.finfo(dtype).eps, f"{dtype}: {name} is off by {error}"
-
-
 CASES = [  # dtype, and the sizes of v, dout and dlse
     (torch.float32, 1e10, 1.0, 1.0),
     (torch.float32, 1.0, 1e-12, 1.0),
@@ -246,23 +233,6 @@ def test_gradients_are_right_whatever_the_size_of_dout_beside_that_of_the_lse(ca
             if b.abs().max() > 0:
                 error = ((a.double() - b).norm() / b.norm()).item()
                 assert error < 4 * torch.finfo(dtype).eps, f"{case}: {name} is off by {error}"
-
-
-def test_heads_are_exchanged_without_a_gradient_of_the_lse_that_nobody_asked_for() -> None:
-    """The vendor's kernel makes delta from out then, whatever the size of the values."""
-    torch.manual_seed(0)
-    q, k, v, dout = torch.randn(4, 1, 16, 2, 8).unbind()
-    v = v * 1e10
-
-    def one_rank(mesh: object) -> list[torch.Tensor]:
-        plan = ra.plan(mesh, seq_len=16)
-        mine = [plan.shard(x).requires_grad_() for x in (q, k, v)]
-        grads = torch.autograd.grad(ra.attention(*mine, plan), mine, plan.shard(dout))
-        return [plan.unshard(x) for x in grads]
-
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(ra.attention(*leaves), leaves, dout)
-    assert all(map(torch.equal, run_ranks(one_rank, ulysses=2)[0], expected))
 
 
 def test_gradients_in_bfloat16_are_as_good_as_their_rounding() -> None:
@@ -335,24 +305,6 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(kernel: str
             assert not out[:, after].isfinite().any()
 
 
-def test_the_same_call_twice_gives_the_same_bits() -> None:
-    a, b = (run(sdpa_cpu.KERNEL, "docs", (2, 61, 4, 2, 32, 32), torch.float32) for _ in range(2))
-    assert all(torch.equal(a[name][0], b[name][0]) for name in a)
-
-
-def test_inputs_whose_last_dim_is_not_contiguous_give_the_same() -> None:
-    torch.manual_seed(0)
-    where, options = intervals_of("prefix", 61), {"scale": 0.3}
-    q, k, v, dout = torch.randn(1, 61, 4, 40, 4).unbind(-1)
-    for strided in ((q, k, v, dout), (q, k, torch.ones(1, 61, 4, 1).expand(1, 61, 4, 40), dout)):
-        outputs, truth = [], []
-        for results, x in ((outputs, strided), (truth, [x.contiguous() for x in strided])):
-            part = sdpa_cpu.attend(*x[:3], where, **options)
-            results += part
-            results += sdpa_cpu.KERNEL.attend_backward(*x[:3], where, x[3], part.lse, part.lse, **options)
-        assert all(map(torch.equal, outputs, truth))
-
-
 def test_intervals_without_rectangles_are_refused_by_name() -> None:
     x = torch.randn(1, 4, 1, 8)
     where = intervals_of("causal", 4)
@@ -368,12 +320,8 @@ def test_intervals_without_rectangles_are_refused_by_name() -> None:
     [
         ({}, None),
         ({"device": "cpu"}, "not on cpu"),
-        ({"dtype": "float32"}, "not float32"),
         ({"softcap": True}, "softcap"),
-        ({"rectangles": False}, "rectangles"),
-        ({"head_dim": 36, "value_dim": 36}, "36"),
         ({"head_dim": 264, "value_dim": 264}, "264"),
-        ({"arch": (7, 5)}, "7.5"),
     ],
     ids=str,
 )

@@ -1,11 +1,6 @@
 """What people put around attention: torch.compile, checkpointing, FSDP2, accumulation, autocast, no_grad."""
 
 import gc
-import subprocess
-import sys
-import threading
-import weakref
-from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -22,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 import ringattn.torch.attention.compiled
 from ringattn.comms.local import run as run_threads
-from ringattn.kernels.attention import tiled
 from ringattn.launch.processes import run
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.models.nn import Attention, StreamingAttention
+from ringattn.models.nn import Attention
 from ringattn.plans.ranks import one_rank
 from ringattn.torch.linear.halo import causal_convolution
 
@@ -96,13 +90,6 @@ def check_close(results: list[Any], expected: list[Any], atol: float = 1e-5) -> 
         )
 
 
-@pytest.mark.slow
-def test_compile_fullgraph_on_one_device():
-    torch._dynamo.reset()
-    plain, compiled = compiled_and_not(1, 1, None)
-    check_close(compiled, plain)
-
-
 def test_compile_fullgraph_on_threads():
     """Compiling is not made for threads: one rank compiles, and meets ranks that do not."""
     torch._dynamo.reset()
@@ -159,23 +146,6 @@ def test_padding_is_masked_on_the_device_of_the_tensors(function):
     assert torch.equal(function(x, x, x, plan=elsewhere, docs=docs), function(x, x, x, docs=docs))
     losses = torch.rand(1, 8)
     assert ra.token_mean(losses, elsewhere, docs=docs) == ra.token_mean(losses, ra.plan(seq_len=8), docs=docs)
-
-
-def test_documents_are_read_whatever_the_default_device_is():
-    x, docs, weight = torch.randn(1, 64, 2, 4), ra.Docs.from_lengths([1] * 64), torch.ones(8, 3)
-    for call in (
-        lambda: ra.linear_attention(x, x, x, docs=docs),
-        lambda: causal_convolution(x.flatten(2), weight, docs=docs),
-    ):
-        with torch.device("meta"):
-            result = call()
-        assert torch.equal(result, call())
-
-
-def test_a_layers_cache_is_where_the_layer_is():
-    layer, elsewhere = StreamingAttention(32, heads=4), ra.plan(seq_len=8).replace(axes=one_rank("meta"))
-    cache = layer.allocate(torch.zeros(1, 8, 4, 8), elsewhere)
-    assert cache.k.device == cache.filled.device == torch.device("cpu")
 
 
 @pytest.mark.slow
@@ -431,55 +401,6 @@ def test_what_was_first_used_in_inference_mode_can_be_trained_afterwards():
         assert gradient.isfinite().all()
 
     run_threads(each_rank, ring=2, ulysses=2)
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_without_gradients_a_group_of_heads_is_dropped_once_it_left(grad, fresh_scores):
-    seen: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by thread: by rank
-    alive: dict[int, list[int]] = defaultdict(list)
-    attend = tiled.KERNEL.attend
-
-    def noted(q, *rest, **options):
-        me = threading.get_ident()
-        alive[me].append(sum(group() is not None for group in seen[me]))
-        seen[me].append(weakref.ref(q))
-        return attend(q, *rest, **options)
-
-    fresh_scores(tiled, attend=noted)
-
-    def each_rank(mesh):
-        plan = ra.plan(mesh, seq_len=16, kernel="tiled", transport=ra.Transport(groups=4))
-        q, k, v = (torch.ones(1, plan.local_len, 8, 8, requires_grad=grad) for _ in "qkv")
-        ra.attention(q, k, v, plan)
-
-    run_threads(each_rank, ulysses=2)
-    assert list(alive.values()) == [[0, 1, 2, 3] if grad else [0, 0, 0, 0]] * 2
-
-
-HALF_IMPORTED = """
-import sys, threading, torch
-from ringattn import api
-
-def find():
-    return api.inference(None, *[torch.zeros(1)] * 3, None, None, None)
-
-def late():
-    while "ringattn.torch.inference.function" not in sys.modules:
-        pass
-    assert hasattr(find(), "prefill")
-    print("whole")
-
-sys.setswitchinterval(1e-6)
-second = threading.Thread(target=late)
-second.start()
-find()
-second.join()
-"""
-
-
-def test_a_thread_waits_for_what_another_one_is_importing():
-    done = subprocess.run([sys.executable, "-c", HALF_IMPORTED], capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "whole", done.stderr
 
 
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
