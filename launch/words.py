@@ -26,9 +26,7 @@ COMMANDS = {
     "plan": "show the candidate plans for a shape, with their predicted times and the reason for the choice",
     "simulate": "play a plan event by event on a described machine: slow ranks, shared links, thousands of ranks",
     "calibrate": "measure this machine in under a minute and write its description, which plans find",
-    "aot": "compile a plan for a TPU topology, without a TPU: memory, and whether its hops overlap",
     "bench": "time and measure, side by side; one JSON line a row",
-    "tune": "measure kernel configurations on this GPU and write a table of the best",
     "plot": "draw pictures from benchmark lines",
     "doctor": "show what this machine has, what works, and how to fix what does not",
 }

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
+from benchmarks import tune
 from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import Kernel, Problem, gain, rates, select
@@ -31,7 +32,6 @@ from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.rows import row_delta
 from ringattn.kernels.sequences import sequences_of
-from ringattn.launch.commands import tune
 from ringattn.launch.verify.cases import Case
 from ringattn.plans import recipe
 from ringattn.torch.attention import call

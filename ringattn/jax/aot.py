@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ringattn.comms.jax import axes, generation
+from ringattn.comms.jax import axes
 from ringattn.comms.tpu_slice import ring_order
 from ringattn.jax.attention.function import attention
 from ringattn.jax.inference import function
@@ -26,10 +25,6 @@ from ringattn.jax.inference.cache import KVCache
 from ringattn.jax.inference.cache import spec_of as token_cut
 from ringattn.jax.linear.function import linear_attention
 from ringattn.jax.sharding import closed, sequence_axes, spec_of
-from ringattn.kernels.attention.pallas import splash
-from ringattn.kernels.attention.pallas.blocks import USUAL, VMEM, Blocks
-from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.machine import of_device
 from ringattn.plans.plan import Plan
@@ -227,47 +222,6 @@ def topology_devices(topology: str) -> list[Any]:
                 "the TPU compiler is not installed: pip install 'ringattn[tpu]' (libtpu; no TPU is needed)"
             ) from error
         raise ValueError(f"topology={topology!r}: {error}; try v5e:2x4, v6e:2x4, v5p:2x2x2, v4:2x2x2") from error
-
-
-def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: str = "bfloat16") -> dict[str, str]:
-    """For each size of blocks (queries, keys): "fits", or the compiler's error: how much is too much, and where."""
-    device = topology_devices(topology)[:1]
-    mesh = Mesh(np.array(device), ("alone",), axis_types=(AxisType.Auto,))
-    alone = plan.replace(ring=1, ulysses=1, strategy="ulysses", seq_len=32768, key_len=None)
-    array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
-    q, k, v = (array(shape, dtype) for shape in shapes_of(alone, 1))
-    dout, lse, end = (
-        array((*q.shape[:3], v.shape[3]), dtype),
-        array(q.shape[:3], "float32"),
-        array(q.shape[1:2], "int32"),
-    )
-    allowed = VMEM.get(generation(mesh) or (0, 0), USUAL)
-    verdicts = {}
-    for size in blocks:
-        given: dict[str, Any] = {"scale": 1.0, "blocks": Blocks(*size, allowed)}
-
-        def both(q: Any, k: Any, v: Any, dout: Any, lse: Any, end: Any, given: Any = given) -> Any:
-            where = Intervals(jnp.zeros_like(end)[None], end[None])
-            out = splash.attend(q, k, v, where, carry=Partial(dout.astype(jnp.float32), lse), **given)
-            return out, splash.attend_backward(q, k, v, where, dout, lse, lse, **given)
-
-        whole = jax.shard_map(both, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-        try:
-            jax.jit(whole).lower(q, k, v, dout, lse, end).compile()
-            verdicts["x".join(map(str, size))] = "fits"
-        except ValueError as error:
-            verdicts["x".join(map(str, size))] = str(error)
-        except jax.errors.JaxRuntimeError as error:
-            verdicts["x".join(map(str, size))] = too_much(str(error))
-    return verdicts
-
-
-def too_much(words: str) -> str:
-    """The compiler's complaint in one line."""
-    kernel, sizes = re.search(r"%(\w+?)[.\d]* = ", words), re.search(r"size ([\d.]+\w).*?limit ([\d.]+\w)", words)
-    if kernel and sizes:
-        return f"{kernel.group(1)} needs {sizes.group(1)} of vector memory, {sizes.group(2)} is allowed"
-    return words.splitlines()[0]
 
 
 def shapes_of(plan: Plan, batch: int) -> tuple[tuple[int, ...], ...]:

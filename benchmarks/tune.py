@@ -1,14 +1,17 @@
-"""Measure kernels on this GPU, and write the best configurations to a file.
+"""Measure kernels on this GPU, and write the best configurations to a file: for whoever adds a GPU.
+
+    python benchmarks/tune.py what=rates dims=64,128
 
 what=tiles   the tile sizes of our kernels, as a table for `attend(..., table=load(path))`, with `load` of
              `ringattn.kernels.attention.triton.table`.
              Sizes that do not compile, do not fit, or give wrong results are left out.
 what=rates   how fast each kernel is, from which "auto" chooses: `ringattn.kernels.rates.use(path)`
 
-Give every rank the same file.
+Give every rank the same file. Entries that it already has are kept.
 """
 
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,14 +27,14 @@ from ringattn.kernels import rates
 from ringattn.kernels.intervals import Intervals
 from ringattn.launch.bench.timing import elapsed_ms, in_turns
 from ringattn.launch.packed import drawn
-from ringattn.launch.words import option
+from ringattn.launch.words import option, values
 from ringattn.masks.bands import bounds
 
 
 @dataclass(frozen=True)
 class Options:
     what: str = option("tiles", "what is measured", among=("tiles", "rates"))
-    out: str | None = option(None, "the file (by default WHAT.json); entries that it already has are kept")
+    out: str | None = option(None, "the file (by default WHAT.json)")
     dims: list[int] = option([64, 128], "head dims to tune: 32, 64, 128, 256")
     value_dim: int | None = option(None, "for rates: the value dim, if it is not the head dim")
     dtype: str = option("bfloat16", "bfloat16, float16 or float32")
@@ -41,10 +44,7 @@ class Options:
     rounds: int = option(20, "timed runs of each configuration, of which the median counts")
 
 
-def run(options: Options) -> int:
-    if not torch.cuda.is_available():
-        print("ringattn tune: no GPU here; the built-in table is used")
-        return 1
+def main(options: Options) -> None:
     from ringattn.kernels.attention.triton import table as tiles
 
     out = options.out or f"{options.what}.json"
@@ -54,7 +54,6 @@ def run(options: Options) -> int:
         table |= rates_of(options, dim, "cuda", ("triton", "cudnn", "fa4")) if kind is rates else tune(options, dim)
         kind.save(table, out)
     print(f"wrote {out}")
-    return 0
 
 
 def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
@@ -161,3 +160,7 @@ def milliseconds(work: Callable[[], list[Any]], right: list[Any], rounds: int) -
     if not all((x - y).norm() <= 0.01 * y.norm() for x, y in zip(results, right, strict=True)):
         return float("inf")
     return statistics.median(elapsed_ms(work) for _ in range(rounds))
+
+
+if __name__ == "__main__":
+    main(Options(**values(sys.argv[1:], Options)))
