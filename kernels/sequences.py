@@ -1,4 +1,4 @@
-"""Intervals as sequences: runs of queries with a range of keys each, all under the same mask.
+"""Intervals as sequences: runs of queries with a range of keys each, all of one mask together.
 
     keys       a a a a b b b      a sequence's last query sees its last key. With a causal mask the one before
     queries 1  x x x              it sees one key less, and so on: here queries 1 and 2, and 3 and 4, which are
@@ -30,32 +30,39 @@ class Sequences(NamedTuple):
     window: int | None = None
 
 
-def sequences_of(begin: np.ndarray, end: np.ndarray) -> Sequences | None:
-    """The intervals [T] as sequences of one mask, or None if they are too many to compute them fast.
+def sequences_of(begin: np.ndarray, end: np.ndarray) -> tuple[Sequences, ...] | None:
+    """The intervals [T] as sequences of one mask, or as two sequences of two masks; None if there were too many.
 
-    >>> sequences_of(np.array([0, 0, 4, 4, 9]), np.array([3, 4, 6, 7, 9])).cells.tolist()
-    [[0, 2, 0, 4], [2, 4, 4, 7]]
+    >>> [x.cells.tolist() for x in sequences_of(np.array([0, 0, 4, 4, 9]), np.array([3, 4, 6, 7, 9]))]
+    [[[0, 2, 0, 4], [2, 4, 4, 7]]]
     """
     live = begin < end
     both, low, high = live[1:] & live[:-1], np.diff(begin), np.diff(end)
     slides = both & (low == 1) & (high == 1) & (begin[1:] < end[:-1])
     grows = both & (low == 0) & (high == 1) | slides
     same = both & (low == 0) & (high == 0)
-    causal = bool(np.count_nonzero(grows) >= np.count_nonzero(same))
-    joins = np.concatenate([[False], grows if causal else same, [False]])  # a query and the one before it
+    mostly = bool(np.count_nonzero(grows) >= np.count_nonzero(same))
+    turns = np.concatenate([[False], same[1:] & grows[:-1] | grows[1:] & same[:-1]])[: len(same)]
+    joins = (same | grows) & ~turns  # a query and the one before it
+    if np.count_nonzero(live) - np.count_nonzero(joins) > 2:
+        joins = grows if mostly else same
+    joins = np.concatenate([[False], joins, [False]])
     first, last = np.flatnonzero(live & ~joins[:-1]), np.flatnonzero(live & ~joins[1:])
     if len(first) > max(MANY, len(begin) // MEAN_QUERIES):
         return None
-    window = int((end - begin)[live].max()) - 1 if causal and slides.any() else None
-    start = np.repeat(begin[first], last + 1 - first)
-    sees = start if window is None else np.maximum(start, end[live] - window - 1)
-    if (begin[live] != sees).any():
-        return None
-    return Sequences(np.stack([first, last + 1, begin[first], end[last]], 1), causal, window)
+    causal = np.where(first < last, np.append(grows, False)[first], mostly)
+    cells, of_query = np.stack([first, last + 1, begin[first], end[last]], 1), np.repeat(causal, last + 1 - first)
+    begin, end, start = begin[live], end[live], np.repeat(begin[first], last + 1 - first)
+    groups = []
+    for mask in sorted({*causal.tolist()}):
+        at = of_query == mask
+        window = int((end - begin)[at].max()) - 1 if mask and slides.any() else None
+        if (begin[at] != (start if window is None else np.maximum(start, end - window - 1))[at]).any():
+            return None
+        groups.append(Sequences(cells[causal == mask], mask, window))
+    return tuple(groups)
 
 
-def unseen(steps: Sequence[Intervals]) -> list[slice]:
-    """The queries of a batch row that see no key in any of these steps."""
-    live = np.any([np.less(*where.host)[0] for where in steps], 0)
-    edges = np.flatnonzero(np.diff(live, prepend=True, append=True)).tolist()
-    return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+def unseen(steps: Sequence[Intervals], queries: slice) -> np.ndarray:
+    """Which of these queries of a batch row see no key in any of the steps, counted from the first of them."""
+    return np.flatnonzero(~np.any([np.less(*where.host)[0, queries] for where in steps], 0))

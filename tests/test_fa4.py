@@ -1,4 +1,4 @@
-"""FlashAttention-4 on intervals: its own forms and the lists of tiles here; the kernel itself on a GPU that has it."""
+"""FlashAttention-4 on intervals: sequences and lists of tiles here; the kernel itself on a GPU that has it."""
 
 import json
 import sys
@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import Kernel, Problem, gain, rates, select
 from ringattn.kernels.attention import reference
-from ringattn.kernels.attention.libraries.forms import form_of
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import NEVER
@@ -100,46 +98,31 @@ def with_second(where: Intervals, first: int, host: bool) -> Intervals:
 @settings(max_examples=400, deadline=None)
 def test_sequences_are_exactly_the_intervals(seed: int, T: int, S: int) -> None:
     begin, end = (x[0] for x in some_intervals(np.random.default_rng(seed), T, S))
-    found, seen, at = sequences_of(begin, end), np.zeros((T, S), bool), np.arange(S)
-    if found is None:
+    groups, seen, at = sequences_of(begin, end), np.zeros((T, S), bool), np.arange(S)
+    if groups is None:
         return
-    for first, stop, start, last in found.cells.tolist():
-        own, keys = np.arange(first, stop)[:, None] - stop + last, np.arange(start, last)[None]
-        here = (keys <= own) | (not found.causal)
-        seen[first:stop, start:last] = here if found.window is None else here & (keys >= own - found.window)
-    assert (seen == ((begin[:, None] <= at) & (at < end[:, None]))).all(), (found, begin, end)
+    for cells, causal, window in groups:
+        for first, stop, start, last in cells.tolist():
+            own, keys = np.arange(first, stop)[:, None] - stop + last, np.arange(start, last)[None]
+            here = (keys <= own) | (not causal)
+            seen[first:stop, start:last] = here if window is None else here & (keys >= own - window)
+    assert (seen == ((begin[:, None] <= at) & (at < end[:, None]))).all(), (groups, begin, end)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 60))
-@settings(max_examples=400, deadline=None)
-def test_a_form_is_exactly_the_intervals(seed: int, T: int, S: int) -> None:
-    begin, end = (x[0] for x in some_intervals(np.random.default_rng(seed), T, S))
-    form = form_of(begin, end)
-    if form is None:
-        return
-    seen = np.zeros((T, S), bool)
-    rows, columns = form.queries.stop - form.queries.start, form.keys.stop - form.keys.start
-    starts = form.starts or (0, rows)
-    for first, stop in pairwise(starts):
-        q = np.arange(first, stop)[:, None]
-        k = np.arange(columns)[None] if form.starts is None else np.arange(first, stop)[None]
-        last = q + columns - rows
-        here = (k <= last) | (not form.causal)
-        if form.window is not None:
-            here &= k >= last - form.window
-        keys = slice(form.keys.start + k[0, 0], form.keys.start + k[0, -1] + 1)
-        seen[form.queries.start + first : form.queries.start + stop, keys] = here
-    at = np.arange(S)
-    assert (seen == ((begin[:, None] <= at) & (at < end[:, None]))).all(), (form, begin, end)
-
-
-def test_masks_of_models_have_a_form() -> None:
+def test_masks_of_models_are_sequences() -> None:
     t = np.arange(40)
-    assert form_of(t * 0, t + 1).causal and form_of(t * 0, t * 0 + 40) == form_of(t[:40] * 0, np.full(40, 40))
-    assert form_of(np.maximum(t - 6, 0), t + 1).window == 6
-    assert form_of(t // 10 * 10, t + 1).starts == (0, 10, 20, 30, 40) == form_of(t // 10 * 10, t // 10 * 10 + 10).starts
-    form = form_of(np.maximum(t // 20 * 20, t - 3), t + 1)
-    assert (form.starts, form.window) == ((0, 20, 40), 3), "documents with a window"
+
+    def are(begin: np.ndarray, end: np.ndarray) -> list[tuple[object, ...]]:
+        return [(cells.tolist(), causal, window) for cells, causal, window in sequences_of(begin, end)]
+
+    whole, tens = [[0, 40, 0, 40]], [[a, a + 10, a, a + 10] for a in range(0, 40, 10)]
+    assert are(t * 0, t + 1) == [(whole, True, None)] and are(t * 0, t * 0 + 40) == [(whole, False, None)]
+    assert are(np.maximum(t - 6, 0), t + 1) == [(whole, True, 6)]
+    assert are(t // 10 * 10, t + 1) == [(tens, True, None)]
+    assert are(t // 10 * 10, t // 10 * 10 + 10) == [(tens, False, None)]
+    assert are(np.maximum(t // 20 * 20, t - 3), t + 1) == [([[0, 20, 0, 20], [20, 40, 20, 40]], True, 3)]
+    prefix = [([[0, 9, 0, 9]], False, None), ([[9, 40, 0, 40]], True, None)]
+    assert are(t * 0, np.maximum(t + 1, 9)) == prefix, "a prefix that sees all of itself"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -277,45 +260,29 @@ def test_what_is_passed_to_fa4_gives_attention(fa4_here, monkeypatch, split: int
         assert torch.allclose(again.lse[live], before[live] + np.log(2), atol=1e-5)
 
 
-def test_a_backward_pass_of_two_own_masks_takes_them(fa4_here) -> None:
-    """Where lists would be slower: a long step of a zigzag ring, and no other mask."""
+def test_a_backward_pass_takes_sequences_where_lists_would_be_slower(fa4_here) -> None:
+    """A long step of a zigzag ring; pieces of documents, as a balanced layout has them: three calls, and no more."""
     fa4, T = fa4_here(), 4096
-    t = np.arange(T)
-    q, k = (torch.zeros(1, T, 1, 8) for _ in "qk")
+    q, k, t = torch.zeros(1, T, 1, 8), torch.zeros(1, T, 1, 8), np.arange(T)
 
-    def masks(begin: np.ndarray, end: np.ndarray) -> list[str]:
-        results = fa4.rectangles_of(intervals(begin[None], end[None], True), q, k, k, True)
-        return [f"{x.queries.start} {x.keys.stop} {getattr(x.mask, 'options', 'lists')}" for x in results]
+    def calls(begin: np.ndarray, end: np.ndarray) -> list[tuple[object, ...]]:
+        (step,) = fa4.rectangles_of(intervals(begin[None], end[None], True), q, k, k, True)
+        if isinstance(step.mask, fa4.Packed):
+            at = [(x.queries, x.keys, x.options.get("causal")) for x in step.mask.calls]
+            return [(a.start + step.queries.start, b.start + step.keys.start, b.stop - b.start, c) for a, b, c in at]
+        return [(step.queries.start, step.keys.start, step.keys.stop, step.mask.options.get("causal", "lists"))]
 
-    step = np.where(t < T // 2, t + 1, T)
-    assert masks(t * 0, step) == ["0 2048 {'causal': True}", "2048 4096 {'causal': False}"]
-    assert masks(t * 0, t + 1) == ["0 4096 {'causal': True}"]
-    assert masks(t * 0, np.where((t < 1000) | (t >= 2000), t + 1, 1500)) == ["0 4096 lists"], "three masks"
+    def seen(*pieces: tuple[int, int, int]) -> list[tuple[object, ...]]:
+        return calls(*(np.concatenate([[x[i]] * x[0] for x in pieces]) for i in (1, 2)))
 
-
-def test_a_backward_pass_of_pieces_of_documents_takes_packed_sequences(fa4_here) -> None:
-    """As a balanced layout has them: as many calls as a rank has pieces of one document, up to three, and no lists."""
-    fa4, T = fa4_here(), 4096
-    q, k = (torch.zeros(1, T, 1, 8) for _ in "qk")
-
-    def calls(*pieces: tuple[int, int, int]) -> list[tuple[object, ...]]:
-        begin, end = (np.concatenate([[x[i]] * x[0] for x in pieces])[None] for i in (1, 2))
-        results = fa4.rectangles_of(intervals(begin, end, True), q, k, k, True)
-        starts = [[at for name, at in getattr(x.mask, "options", {}).items() if "cu" in name] for x in results]
-        return [(x.queries, x.keys, *(at.tolist() for at in each)) for x, each in zip(results, starts, strict=True)]
-
-    nothing = 500, 0, 0
-    pieces = calls(nothing, (1000, 10, 50), (1000, 10, 90), (500, 90, 90), (596, 100, 120), (500, 120, 130))
-    first = [0, 2000, 2500, 2500, 3096, 3596], [0, 40, 40, 90, 110, 120]
-    assert pieces == [(slice(500, 4096), slice(10, 130), *first), (slice(1500, 2500), slice(50, 90))]
-    thirds = calls((1000, 0, 10), (1000, 0, 20), (2096, 0, 30))
-    assert [x[:2] for x in thirds] == [(slice(a, T), slice(n, n + 10)) for a, n in ((0, 0), (1000, 10), (2000, 20))]
-    listed = [(slice(0, T), slice(0, 40))]
-    assert calls((1000, 0, 10), (1000, 0, 20), (1000, 0, 30), (1096, 0, 40)) == listed, "four pieces"
-    assert calls((2096, 0, 20), (1000, 10, 30), (1000, 25, 40)) == listed, "keys that some share, not from their first"
-
-    begin, end = np.repeat([[0, 10]], T // 2, 1), np.repeat([[10, 30]], T // 2, 1)
-    alone = intervals(begin, end, True)._replace(host=None, made=None)
+    assert calls(t * 0, np.where(t < T // 2, t + 1, T)) == [(T // 2, 0, T, False), (0, 0, T // 2, True)]
+    assert calls(t * 0, t + 1) == [(0, 0, T, True)]
+    assert calls(t * 0, np.where((t < 1000) | (t >= 2000), t + 1, 1500)) == [(0, 0, T, "lists")], "three masks"
+    pieces = seen((500, 0, 0), (1000, 10, 50), (1000, 10, 90), (500, 90, 90), (596, 100, 120), (500, 120, 130))
+    assert pieces == [(500, 10, 120, False), (1500, 10, 80, False)], "two of one document"
+    assert len(seen((1000, 0, 10), (1000, 0, 20), (2096, 0, 30))) == 3
+    assert seen((1000, 0, 10), (1000, 0, 20), (1000, 0, 30), (1096, 0, 40)) == [(0, 0, 40, "lists")], "four calls"
+    alone = intervals(*np.array([[[0]], [[9]]]).repeat(T, 2), True)._replace(host=None, made=None)
     assert all(len(fa4.rectangles_of(alone, q, k, k, way)) == 1 for way in (False, True)), "nothing on the host"
 
 

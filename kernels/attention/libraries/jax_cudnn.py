@@ -19,10 +19,10 @@ from jax import Array
 
 from ringattn.kernels import Problem
 from ringattn.kernels.attention.libraries import cudnn_refusal, equal_dims
-from ringattn.kernels.attention.libraries.forms import Form, form_of
 from ringattn.kernels.attention.libraries.jax_rectangles import over_rectangles
 from ringattn.kernels.intervals import FLIPPED, Rectangle, rectangles_of
 from ringattn.kernels.protocol import JaxKernel
+from ringattn.kernels.sequences import sequences_of
 
 
 def refuses(problem: Problem) -> str | None:
@@ -47,37 +47,6 @@ SINGLE_CALLS = 4  # so many packed documents are calls of their own
 DOCUMENTS_A_CALL = 32  # and so many are one call: its lse takes memory for all of its tokens in each document
 
 
-def rectangles(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...] | None:
-    """Host intervals [rows, T] as few rectangles of cuDNN's masks, or None."""
-    if (begin == begin[:1]).all() and (end == end[:1]).all() and (form := form_of(begin[0], end[0])):
-        queries = len(range(form.queries.stop)[form.queries])
-        windows, starts = form.window is not None, form.starts is not None  # it has no packed documents with windows
-        if windows and not starts and queries == len(range(form.keys.stop)[form.keys]):
-            return (Rectangle(form.queries, form.keys, form),)
-        if starts and not windows and len(form.starts or ()) > SINGLE_CALLS + 1 and packs():
-            return packed(form)
-    return rectangles_of(begin, end, flips=True)
-
-
-def packs() -> bool:
-    """Whether the GPUs here have packed documents."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    return bool(cudnn.check_compute_capability("9.0"))
-
-
-def packed(form: Form) -> tuple[Rectangle, ...]:
-    """Packed documents as one rectangle for each DOCUMENTS_A_CALL of them."""
-    assert form.starts is not None
-    rectangles = []
-    for i in range(0, len(form.starts) - 1, DOCUMENTS_A_CALL):
-        starts = form.starts[i : i + DOCUMENTS_A_CALL + 1]
-        rows, columns = (slice(starts[0] + x.start, starts[-1] + x.start) for x in (form.queries, form.keys))
-        local = tuple(start - starts[0] for start in starts)
-        rectangles.append(Rectangle(rows, columns, form._replace(queries=rows, keys=columns, starts=local)))
-    return tuple(rectangles)
-
-
 class CudnnMask(NamedTuple):
     """What cuDNN calls the mask of a rectangle."""
 
@@ -87,11 +56,38 @@ class CudnnMask(NamedTuple):
 
     @classmethod
     def of(cls, mask: Any) -> "CudnnMask":
-        if not isinstance(mask, Form):
-            return cls("CAUSAL" if mask else "NO_MASK")
-        if mask.starts is not None:
-            return cls("PADDING_CAUSAL" if mask.causal else "PADDING", None, mask.starts)
-        return cls("CAUSAL", None if mask.window is None else mask.window + 1)
+        return mask if isinstance(mask, cls) else cls("CAUSAL" if mask else "NO_MASK")
+
+
+def rectangles(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...] | None:
+    """Host intervals [rows, T] as few rectangles of cuDNN's masks, or None."""
+    alike = (begin == begin[:1]).all() and (end == end[:1]).all()
+    groups = sequences_of(begin[0], end[0]) if alike else None
+    if groups and len(groups) == 1:
+        cells, causal, window = groups[0]
+        squares = (cells[:, 1] - cells[:, 0] == cells[:, 3] - cells[:, 2]).all()
+        joined = (cells[1:, ::2] == cells[:-1, 1::2]).all()
+        if window is not None and squares and len(cells) == 1:  # it has no packed documents with windows
+            return (packed(cells, CudnnMask("CAUSAL", window + 1)),)
+        if window is None and squares and joined and len(cells) > SINGLE_CALLS and packs():
+            some = [cells[i : i + DOCUMENTS_A_CALL] for i in range(0, len(cells), DOCUMENTS_A_CALL)]
+            kind = CudnnMask("PADDING_CAUSAL" if causal else "PADDING")
+            starts = [tuple((np.append(x[:, 0], x[-1, 1]) - x[0, 0]).tolist()) for x in some]
+            return tuple(packed(x, kind._replace(starts=at)) for x, at in zip(some, starts, strict=True))
+    return rectangles_of(begin, end, flips=True)
+
+
+def packed(cells: np.ndarray, mask: CudnnMask) -> Rectangle:
+    """Sequences that follow one another as one rectangle."""
+    (first, _, start, _), (_, last, _, stop) = cells[0].tolist(), cells[-1].tolist()
+    return Rectangle(slice(first, last), slice(start, stop), mask)
+
+
+def packs() -> bool:
+    """Whether the GPUs here have packed documents."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    return bool(cudnn.check_compute_capability("9.0"))
 
 
 def forward(
