@@ -1,7 +1,9 @@
 """Steps in which queries see few keys, for a library whose kernel takes all queries and cannot merge into a carry.
 
 Our own kernel takes these: it merges in place, skips what sees nothing, and its cost is that of the pairs. In backward
-few keys are few programs; so the queries of a long row go as several rows of a batch, whose sums are added up.
+few keys are few programs; so where most queries of a long row see some, they go as several rows of a batch, whose sums
+are added up. One H100, 65,536 queries, times without this over times with it: a window of 700 keys of the rank before
+4.4 forward, 4 first keys 1.32 forward and 1.15 backward.
 """
 
 from dataclasses import replace
@@ -50,7 +52,7 @@ def thinned(where: Intervals) -> Thin | None:
     if int(seen.sum()) >= KEYS_A_QUERY * live:
         return None
     T = begin.shape[1]
-    few = keys.stop - keys.start <= KEYS_A_QUERY and T >= LONG_ROW
+    few = keys.stop - keys.start <= KEYS_A_QUERY and T >= LONG_ROW and 2 * live >= T
     rows = next(n for n in (32, 16, 8, 4, 2, 1) if T % n == 0) if few else 1
     return Thin(keys, within(where, slice(0, T), keys.start), 2 * live < queries.stop - queries.start, rows)
 
