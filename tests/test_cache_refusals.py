@@ -128,18 +128,6 @@ def test_bad_input_leaves_the_cache_as_it_was(call, says):
     run(one_rank, ring=2)
 
 
-def test_decode_before_prefill_is_refused():
-    cache, new = cache_of(), (torch.randn(1, 1, 2, 8) for _ in range(3))
-    with pytest.raises(ValueError, match=r"decode before prefill: the cache holds \[0\] tokens"):
-        decode(*new, cache)
-
-
-def test_a_spec_without_the_caches_window_is_refused():
-    cache, new = cache_of(window=4, room=8), [torch.randn(1, 8, 2, 8) for _ in range(3)]
-    with pytest.raises(ValueError, match="the cache keeps a window of 4 keys, the spec sees window=None"):
-        prefill(*new, cache.plan, cache)
-
-
 def cache_of(n: int = 0, max_len: int = 128, **given) -> KVCache:
     """On one rank, with n tokens."""
     plan = ra.plan(seq_len=8)

@@ -102,14 +102,6 @@ def test_equals_dense_float64(which, options):
     check(which, result, truth, 4)
 
 
-@pytest.mark.parametrize("which", FUNCTIONS)
-def test_a_group_of_one_rank(which):
-    case = case_of(which, AttentionSpec())
-    given = oracle.inputs(case, torch.float32)
-    result = run(lambda mesh: call(which, "", 0, 1, mesh, given, {"causal": True}), ring=1)
-    check(which, result, oracle.dense(case, given), 1)
-
-
 @pytest.mark.parametrize("form", ["_kvpacked", "_qkvpacked"])
 @pytest.mark.parametrize("which", FUNCTIONS)
 def test_packed_forms(which, form):

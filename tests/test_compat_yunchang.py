@@ -157,22 +157,6 @@ def test_what_is_not_supported_is_refused(given, error):
     run(one_rank, ring=1)
 
 
-def test_modules_that_cannot_be_made():
-    with pytest.raises(ValueError, match="call set_seq_parallel_pg before LongContextAttention"):
-        compat.LongContextAttention()
-    for given, error in (
-        ({"ring_impl_type": "stripe"}, "ring_impl_type='stripe': use one of basic, zigzag, strip"),
-        ({"attn_type": compat.AttnType.SAGE_FP8}, "attn_type='sage_fp8': attention is exact here"),
-        ({"attn_type": "sparse_sage"}, "attn_type='sparse_sage': attention is exact here"),
-        ({"attn_processor": torch.nn.Identity()}, "attn_processor: attention is exact here"),
-        ({"scatter_idx": 1, "gather_idx": 2}, "heads in dim 1 and tokens in dim 2"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            compat.LongContextAttention(mesh=object(), **given)
-    with pytest.raises(ValueError, match=r"sp_ulysses_degree=3 x sp_ring_degree=1 .* must divide world_size=4"):
-        compat.set_seq_parallel_pg(3, 1, 0, 4)
-
-
 def test_every_kind_of_kernel_and_every_function_of_a_ring():
     """Those that are exact give what one rank has; the others are refused by each function."""
     x, cu = torch.randn(1, 16, 2, 8), torch.tensor([0, 4, 16], dtype=torch.int32)

@@ -206,14 +206,6 @@ def test_batches_of_the_flattening_collator_equal_one_rank(name, which):
         torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
 
 
-def test_padding_of_a_padding_free_batch_whose_positions_are_zeros():
-    """As collators pad to a multiple of some length; such a token is a document of its own."""
-    tail = torch.cat([torch.arange(20), torch.arange(12), torch.zeros(5, dtype=torch.long)])
-    labels = batch()
-    labels[:, tail == 0] = -100
-    compare("Llama", position_ids=tail.expand(2, T), labels=labels)
-
-
 def test_a_packed_batch_that_contradicts_itself_is_refused():
     model, given = hf.prepare(build("Llama"), plan_of_one()), flattened(return_flash_attn_kwargs=True)
     cu = given["cu_seq_lens_q"]
@@ -254,27 +246,6 @@ def test_labels_that_are_shifted_already(packed):
     assert loss == pytest.approx(float(expected.detach()), abs=2e-6)
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(mine[name] + other[name], gradient, rtol=1e-4, atol=2e-6)
-
-
-def test_another_length_and_gradient_checkpointing():
-    model = build("Llama")
-    plain = deepcopy(model)
-    copies = [deepcopy(model) for _ in range(2)]
-    tokens = batch()[:, :22]
-    plain(tokens, labels=tokens, use_cache=False).loss.backward()
-
-    def one_rank(mesh):
-        mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
-        older = not hasattr(mine, "activation_checkpointing_enable")
-        enable = mine.gradient_checkpointing_enable if older else mine.activation_checkpointing_enable
-        enable({"use_reentrant": False})
-        mine.train()
-        mine(tokens, labels=tokens).loss.backward()
-        return gradients(mine)
-
-    shares = run(one_rank, ring=2)
-    for name, gradient in gradients(plain).items():
-        torch.testing.assert_close(shares[0][name] + shares[1][name], gradient, rtol=1e-4, atol=2e-6)
 
 
 def lora(model):
@@ -548,20 +519,6 @@ def test_a_refused_model_is_as_it_was(plan, over, message):
     hf.prepare(model, plan_of_one())(batch())
     with pytest.raises(ValueError, match="this LlamaForCausalLM is already prepared"):
         hf.prepare(model, plan_of_one())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"input_ids": [[1, 2]]}, "input_ids is of type list; pass torch.tensor"),
-        ({"input_ids": torch.ones(5, dtype=torch.long)}, r"input_ids has shape \(5,\); expected \[batch, tokens\]"),
-        ({"input_ids": batch(), "labels": batch()[:, 1:]}, r"labels has shape \(2, 36\); expected .*\(2, 37\)"),
-        ({"input_ids": batch(), "position_ids": torch.arange(T)}, r"position_ids has shape \(37,\)"),
-    ],
-)
-def test_what_is_no_whole_sequence_is_named(given, message):
-    with pytest.raises(ValueError, match=message):
-        hf.prepare(build("Llama"), plan_of_one())(**given)
 
 
 def test_bad_input_is_named():

@@ -131,12 +131,6 @@ def test_docs_that_cannot_be_are_refused(given, why):
         model(torch.zeros(1, T, dtype=torch.long), **{"docs": ra.Docs.from_lengths([20, 21]), **given})
 
 
-def test_trees_are_refused_by_linear_layers():
-    model, docs = hf.prepare(build("Qwen3_5"), ra.plan(seq_len=T)), ra.Docs.tree([20, 21], [-1, 0])
-    with pytest.raises(ValueError, match="trees"):
-        model(torch.zeros(1, T, dtype=torch.long), docs=docs)
-
-
 def test_a_mask_leaves_a_model_its_windows():
     """A mask over all tokens changes nothing in layers of which some have a window."""
     tokens, mask = torch.randint(3, 64, (1, T)), ra.Mask.from_slices([(0, T)], [(0, T)], "causal", T)

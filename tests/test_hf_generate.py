@@ -13,7 +13,7 @@ from ringattn.models import hf
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
 
-from test_hf import T, batch, build, lora, plan_of_one, seeing  # noqa: E402
+from test_hf import T, batch, build, plan_of_one, seeing  # noqa: E402
 
 
 def talkative(name: str, **more):
@@ -117,17 +117,6 @@ def test_all_ranks_sample_what_one_rank_would():
     (expected, follows), *_ = processes.run(sampled, 1, 1)
     (first, after), (second, other) = processes.run(sampled, 2, 2)
     assert first == second == expected and after == follows != other
-
-
-def test_adapters_and_a_model_that_is_unprepared():
-    plain = lora(talkative("Llama"))
-    options = {**prompts(False), "do_sample": False, "max_new_tokens": 6}
-    expected = plain.generate(**options)
-    own = dict(vars(plain.get_base_model()))
-    mine = hf.prepare(plain, plan_of_one())
-    assert torch.equal(mine.generate(**options), expected)
-    hf.unprepare(mine)
-    assert {*vars(plain.get_base_model())} == {*own} and torch.equal(plain.generate(**options), expected)
 
 
 def test_what_generate_cannot_do_is_refused():

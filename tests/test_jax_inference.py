@@ -218,17 +218,6 @@ def test_a_cache_may_be_made_under_jit():
     assert [type(x) for x in (small.max_len, small.window, small.most)] == [int, int, int]
 
 
-def test_numbers_may_be_arrays_or_traced():
-    q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
-    cache = cache_of(k, v, ring=2)
-    mine = [cache.plan.shard(x) for x in (q, k, v)]
-    expected = ra.prefill(*mine, cache.plan, cache, keys=3)[0]
-    assert (ra.prefill(*mine, cache.plan, cache, keys=jnp.int32(3))[0] == expected).all()
-    for start in (jnp.int32(0), [jnp.int32(0)] * 2):
-        found = jax.jit(lambda start: ra.prefill(*mine, cache.plan, cache, start=start, keys=3)[0])(start)
-        assert np.allclose(found, expected, atol=1e-6)
-
-
 def test_gradients_through_a_cache_are_refused_and_what_needs_none_is_not():
     q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
     cache = cache_of(k, v, ring=2, max_len=9)

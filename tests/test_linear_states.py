@@ -170,19 +170,6 @@ def test_from_a_state_a_row_the_documents_states_may_be_asked_for(place):
             torch.testing.assert_close(sum(a[7] for a in ours), torch.stack([total[0], total[3]]))
 
 
-def test_rows_of_one_document_have_the_same_states_either_way():
-    """As many documents as rows: a shape with one meaning."""
-    given, docs = inputs(T, "head"), docs_of(((40,), (0,)), T)
-    x = [given[n] for n in "qkvg"]
-    for state in (torch.zeros_like(given["state"]), given["state"]):
-        rows, each = (
-            ra.linear_attention(*x, docs=docs, return_state=word, initial_state=state) for word in (True, "documents")
-        )
-        assert all(torch.equal(a, b) for a, b in zip(rows, each, strict=True))
-        _, end = ra.linear_attention(*(t[:1, :40] for t in x), return_state=True, initial_state=state[:1])
-        torch.testing.assert_close(each[1], torch.stack([end[0], state[1]]), rtol=1e-12, atol=1e-12)
-
-
 def test_the_state_behind_an_empty_document_is_that_before_it():
     given, lengths = inputs(T, "channel", states=8), PACKED
     state = given["state"].requires_grad_()

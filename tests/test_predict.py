@@ -272,22 +272,6 @@ def test_wrong_descriptions_are_refused_with_the_file_and_the_number(line, says,
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "says"),
-    [
-        (b"first", b"", "like goes in a circle"),
-        (b"second", b"first", "like goes in a circle"),
-        (b"second", b"\xff\xfe", "second.toml: not TOML"),
-    ],
-)
-def test_descriptions_that_no_other_completes_are_refused_by_name(first, second, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, like in (("first", first), ("second", second)):
-        Path(f"{name}.toml").write_bytes(b'like = "%s.toml"\n' % like)
-    with pytest.raises(ValueError, match=f"^first.toml: .*{says}"):
-        machines.load("first.toml")
-
-
 def test_missing_numbers_and_files_are_named(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('name = "x"\nsource = "guess"\ndevice = "cpu"\n')

@@ -101,22 +101,3 @@ def test_beside_a_window_chunks_may_grow(sizes):
 
     for out in run(one_rank, **sizes):
         assert off(out, expected) <= 2e-6
-
-
-def test_what_sees_later_tokens_is_for_forward():
-    torch.manual_seed(0)
-    both = StreamingAttention(64, heads=4, kv_heads=2, spec=ra.AttentionSpec(causal=False))
-    assert both(tokens()).shape == tokens().shape
-    for call in (both.prefill, both.step):
-        with pytest.raises(ValueError, match=r"causal=False: .* call forward on the whole sequence"):
-            call(tokens())
-
-
-def test_a_spread_cache_asks_for_the_plan():
-    def one_rank(mesh):
-        mine, plan, x = layer(), ra.plan(mesh, seq_len=10), tokens(T=10)
-        mine.prefill(plan.shard(x), plan)
-        with pytest.raises(ValueError, match="spread over 2 ranks: pass the plan of this chunk too"):
-            mine.prefill(plan.shard(x))
-
-    run(one_rank, ring=2)

@@ -348,32 +348,6 @@ def read(piece):
     return b"".join(ctypes.string_at(piece.address + i * piece.pitch, piece.size) for i in range(piece.rows))
 
 
-class Side(ctypes.Structure):
-    _fields_ = [("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("kind", ctypes.c_int), ("host", ctypes.c_void_p),
-                ("device", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t)]  # fmt: skip
-
-
-class Memcpy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D as C lays it out."""
-
-    _fields_ = [("source", Side), ("to", Side), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
-
-
-def test_the_driver_is_asked_for_rows_only_where_there_are_some():
-    lanes, calls = object.__new__(Lanes), []
-    lanes.queued, lanes.handles, lanes.driver = ([], [], []), (10, 11, 12), lambda *asked: calls.append(asked)
-    lanes.copy(IN, Copy(1, 2, 3, 1, 4, 5))
-    lanes.copy(IN, Copy(2**47 + 1, 2**46, 100, 3, 2**31 - 1, 200))
-    plain, (name, asked, stream) = calls
-    assert plain == ("cuMemcpyAsync", 1, 2, 3, 11) and (name, stream) == ("cuMemcpy2DAsync_v2", 11)
-    assert len(asked) == ctypes.sizeof(Memcpy2D) == 128
-    result = Memcpy2D.from_buffer_copy(asked)
-    for side, expected in ((result.to, (2**47 + 1, 2**31 - 1)), (result.source, (2**46, 200))):
-        assert (side.kind, side.device, side.pitch) == (4, *expected)
-        assert not any((side.x, side.y, side.host, side.array))
-    assert (result.width, result.height) == (100, 3)
-
-
 def test_a_trial_distinguishes_an_outbox_that_works_from_one_that_does_not(slot, monkeypatch):
     assert on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3)) == [None] * 3
     monkeypatch.setattr(ThreadLanes, "copy_all", lambda *asked: None)

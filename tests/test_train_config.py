@@ -158,12 +158,6 @@ def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
     assert not ran.exists()
 
 
-def test_the_result_is_printed_and_nothing_runs(capsys):
-    assert configured.run(["--cfg", "job", "model=small", "seq_len=16"], lambda config: 1) == 0
-    text = capsys.readouterr().out
-    assert "seq_len: 16\n" in text and "  dim: 512\n" in text and "hydra" not in text
-
-
 def test_as_many_ranks_start_as_the_strategy_says():
     def ranks(**message):
         return train.resolved(Train(device="cpu", strategy=Strategy(**message)), None).nproc
@@ -213,10 +207,3 @@ def test_a_sweep_ends_with_the_run_that_was_stopped_and_says_what_was_not_begun(
     assert capsys.readouterr().out == "the sweep was stopped; not begun: optimizer.lr=0.005; optimizer.lr=0.007\n"
     statuses = iter([2, None])
     assert configured.run(words, lambda config: next(statuses)) == 2  # one that failed before is not forgotten
-
-
-def test_help_names_every_key_and_every_file(capsys):
-    assert configured.run(["--help"], lambda config: 1) == 0
-    text = capsys.readouterr().out
-    assert all(f"  {name}=" in text for name, _ in schema.every_key())
-    assert "experiment=h200_long" in text

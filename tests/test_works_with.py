@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -179,22 +178,6 @@ def test_what_is_exported_holds_no_plan(function, strict):
     torch.testing.assert_close(exported(x), function(x, x, x))
     with pytest.raises(Exception, match="export the module without a plan"):
         torch.export.export(Module(ra.plan(seq_len=12)), (x,), strict=strict)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, plan: plan.unshard(x),
-        lambda x, plan: ra.token_mean(x[..., 0, 0], plan, docs=Docs.from_lengths([3], pad_to=9)),
-        lambda x, plan: ra.attention(x, x, x, plan, docs=Docs.from_lengths([4], pad_to=9)),
-    ],
-    ids=["unshard", "token_mean", "attention"],
-)
-def test_a_pass_with_fake_tensors_leaves_none_behind(call):
-    plan, x = ra.plan(seq_len=9), torch.randn(1, 9, 2, 4)
-    with FakeTensorMode() as mode:
-        assert isinstance(call(mode.from_tensor(x), plan), FakeTensor)
-    assert not isinstance(call(x, plan), FakeTensor)
 
 
 @pytest.mark.parametrize(
