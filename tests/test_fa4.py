@@ -97,8 +97,12 @@ def with_second(where: Intervals, first: int, host: bool) -> Intervals:
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 60))
 @settings(max_examples=400, deadline=None)
 def test_sequences_are_exactly_the_intervals(seed: int, T: int, S: int) -> None:
-    begin, end = (x[0] for x in some_intervals(np.random.default_rng(seed), T, S))
+    rng = np.random.default_rng(seed)
+    begin, end = (x[0] for x in some_intervals(rng, T, S))
     groups, seen, at = sequences_of(begin, end), np.zeros((T, S), bool), np.arange(S)
+    edges = np.unique([0, T, *rng.integers(0, T, 3)])  # of causal documents, which are always found
+    packed = sequences_of(np.repeat(edges[:-1], np.diff(edges)), np.arange(T) + 1)
+    assert packed is not None and sorted(at for each in packed for at in each[0][:, 0]) == edges[:-1].tolist()
     if groups is None:
         return
     for cells, causal, window in groups:
