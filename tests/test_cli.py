@@ -13,7 +13,6 @@ import pytest
 import ringattn as ra
 from ringattn.launch import bench, words
 from ringattn.launch.commands import doctor
-from ringattn.launch.commands.doctor import Finding
 from ringattn.launch.verify import oracle
 from tests.launched import launched
 
@@ -252,9 +251,9 @@ def test_doctor_survives_a_check_that_breaks():
 
     (result,) = doctor.survives("gpu", breaks)
     assert result.state == "bad" and "the driver is gone" in result.detail
-    assert doctor.package("no-such-package", needed=False) == Finding(
-        "none", "no-such-package", "not installed", "pip install no-such-package"
-    )
+    missing = doctor.package("no-such-package", "module", (), "jax", "if you use JAX")
+    assert (missing.state, missing.detail) == ("none", "not installed") and "ringattn[jax]" in missing.remedy
+    assert "torch>=99" in doctor.package("torch", "torch", (99,), "torch", "").remedy
 
 
 LINES = [

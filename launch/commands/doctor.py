@@ -7,7 +7,6 @@ tensors (gloo, and NCCL where there are two GPUs), ended after timeout=SECONDS i
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,11 +18,13 @@ from ringattn import kernels
 from ringattn.launch import processes
 from ringattn.launch.words import option
 
-OLDEST = {"torch": (2, 11), "triton": (3, 6), "jax": (0, 10)}
-USED = {
-    "torch": "if you use PyTorch", "triton": "GPU kernels (Linux)", "jax": "if you use JAX",
-    "hydra-core": "for ringattn train",
-}  # fmt: skip
+# What is tried: the module, the oldest version that serves, the extra that installs it, and what it is for.
+PACKAGES: dict[str, tuple[str, tuple[int, ...], str, str]] = {
+    "torch": ("torch", (2, 11), "torch", "if you use PyTorch"),
+    "triton": ("triton", (3, 6), "gpu", "GPU kernels (Linux)"),
+    "jax": ("jax", (0, 10), "jax", "if you use JAX"),
+    "hydra-core": ("hydra", (), "train", "for ringattn train"),
+}
 HEAD_DIM = 128
 ABSENT = "not installed"
 
@@ -61,29 +62,19 @@ def run(options: Options) -> int:
 def examine(options: Options) -> Iterator[Finding]:
     """The checks in order; what the first ones find missing, the later ones leave out."""
     yield python()
-    packages = (
-        ("torch", "torch", "torch"),
-        ("triton", "triton", "gpu"),
-        ("jax", "jax", "jax"),
-        ("hydra-core", "hydra", "train"),
-    )
-    checked = {}
-    for name, module, extra in packages:
-        remedy = f"pip install 'ringattn[{extra}]' ('.[{extra}]' in a checkout): {USED[name]}"
-        checked[name] = package(name, needed=False, remedy=remedy, module=module)
+    checked = {name: package(name, *about) for name, about in PACKAGES.items()}
     torch, jax = checked["torch"], checked["jax"]
     if torch.state != "ok" and (torch.detail != ABSENT or jax.state != "ok"):
         checked["torch"] = replace(torch, state="bad")  # only where jax works it may be absent
-    yield package("numpy", needed=True)
     yield from checked.values()
     if torch.state != "ok":
         if checked["torch"].state == "none":
             yield from survives("jax devices", in_jax)
         return
     yield from survives("gpu", gpus)
-    yield from survives("kernels", lambda: serving(devices()))
+    yield from survives("kernels", in_torch)
     yield from survives("gloo", lambda: [talking("gloo", options)])
-    if devices()[-1] == "cuda":
+    if import_module("torch").cuda.is_available():
         yield from survives("nccl", lambda: [nccl(options)])
 
 
@@ -102,31 +93,22 @@ def python() -> Finding:
     return Finding("ok", "python", here) if good else Finding("bad", "python", here, remedy)
 
 
-def package(name: str, needed: bool, remedy: str = "", module: str = "") -> Finding:
+def package(name: str, module: str, oldest: tuple[int, ...], extra: str, use: str) -> Finding:
     """Whether a package can be imported, and is new enough; it is really imported, since broken ones exist."""
-    state: Literal["none", "bad"] = "bad" if needed else "none"
     try:
         version = metadata.version(name)
-        import_module(module or name)
+        import_module(module)
     except metadata.PackageNotFoundError:
-        return Finding(state, name, ABSENT, remedy or f"pip install {name}")
+        return Finding("none", name, ABSENT, f"pip install 'ringattn[{extra}]' ('.[{extra}]' in a checkout): {use}")
     except Exception as error:
         return Finding("bad", name, f"cannot be imported: {type(error).__name__}: {error}", f"reinstall {name}")
-    oldest = OLDEST.get(name)
-    if oldest and tuple(int(number) for number in version.split(".")[:2]) < oldest:
-        wanted = ".".join(map(str, oldest))
-        return Finding(state, name, f"{version} is too old", f"pip install '{name}>={wanted}'")
+    if tuple(int(number) for number in version.split(".")[:2]) < oldest:
+        return Finding("none", name, f"{version} is too old", f"pip install '{name}>={'.'.join(map(str, oldest))}'")
     return Finding("ok", name, version)
 
 
-def devices() -> list[str]:
-    import torch
-
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
-
 def gpus() -> list[Finding]:
-    """Every GPU, and how each pair is linked."""
+    """Every GPU, and how many pairs of them share memory."""
     import torch
 
     if not torch.cuda.is_available():
@@ -142,21 +124,9 @@ def gpus() -> list[Finding]:
         p = torch.cuda.get_device_properties(i)
         kinds.setdefault(f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}", []).append(i)
     lines = [Finding("ok", "gpu", f"{len(at)} x {name}") for name, at in kinds.items()]
-    return lines + ([Finding("ok", "links", links(count))] if count > 1 else [])
-
-
-def links(count: int) -> str:
-    """How the GPUs reach each other, in nvidia-smi's words if it can be asked, else whether they can directly."""
-    import torch
-
-    direct = sum(torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j)
-    pairs = f"{direct} of {count * (count - 1)} pairs of GPUs reach each other's memory directly"
-    if shutil.which("nvidia-smi") is None:
-        return pairs
-    asked = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
-    rows = [line.split() for line in asked.stdout.splitlines() if line.startswith("GPU")]
-    kinds = sorted({cell for row in rows for cell in row[1 : count + 1] if cell != "X"})
-    return f"{pairs} ({', '.join(kinds)})" if kinds else pairs
+    pairs = [torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j]
+    reached = f"{sum(pairs)} of {len(pairs)} pairs of GPUs reach each other's memory directly"
+    return lines + [Finding("ok", "links", reached)] * (count > 1)
 
 
 def in_jax() -> list[Finding]:
@@ -168,29 +138,24 @@ def in_jax() -> list[Finding]:
 
     device = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     here = Finding("ok", "devices", f"{jax.device_count()} x {jax.devices()[0].device_kind}")
-    arch = generation() if device == "tpu" else None
-    return [here, *served(usual(device, arch), pallas.TABLE)]
+    return [here, *served(device, generation() if device == "tpu" else None, pallas.TABLE)]
 
 
-def serving(on: list[str]) -> list[Finding]:
-    """On each device, which kernel serves a usual problem, and why each other one does not."""
+def in_torch() -> list[Finding]:
+    """On each kind of device, which kernel serves."""
     import torch
 
-    findings = []
-    for device in on:
-        arch = torch.cuda.get_device_capability() if device == "cuda" else None
-        findings += served(usual(device, arch), kernels.TABLE)
+    findings = served("cpu", None, kernels.TABLE)
+    if torch.cuda.is_available():
+        findings += served("cuda", torch.cuda.get_device_capability(), kernels.TABLE)
     return findings
 
 
-def usual(device: str, arch: tuple[int, int] | None) -> kernels.Problem:
+def served(device: str, arch: tuple[int, int] | None, table: tuple[kernels.Kernel, ...]) -> list[Finding]:
+    """Which kernel of the table serves a usual problem, and why each other one does not."""
     dtype = "float32" if device == "cpu" else "bfloat16"
-    return kernels.Problem(device, dtype, HEAD_DIM, HEAD_DIM, heads=32, kv_heads=8, rectangles=True, arch=arch)
-
-
-def served(problem: kernels.Problem, table: tuple[kernels.Kernel, ...]) -> list[Finding]:
-    """Which kernel of the table serves the problem, and why each other one does not."""
-    asked = f"{problem.device}, {problem.dtype}, head dim {HEAD_DIM}"
+    problem = kernels.Problem(device, dtype, HEAD_DIM, HEAD_DIM, heads=32, kv_heads=8, rectangles=True, arch=arch)
+    asked = f"{device}, {dtype}, head dim {HEAD_DIM}"
     try:
         first = kernels.select(problem, table=table).name
         lines = [Finding("ok", "kernels", f"{first} serves {asked}")]
