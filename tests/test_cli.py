@@ -167,7 +167,14 @@ def test_verify_passes_on_threads(capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "call"), [("attention", "attention"), ("linear", "linear_attention"), ("cache", "prefill")]
+    ("kind", "call"),
+    [
+        ("attention", "attention"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("linear", "linear_attention"), ("cache", "prefill"))
+        ),
+    ],
 )
 def test_verify_passes_on_jax_devices_and_fails_where_out_is_off(kind, call, capsys, monkeypatch):
     pytest.importorskip("jax")

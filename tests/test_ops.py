@@ -124,7 +124,7 @@ SIZES: dict[str, tuple[Any, tuple[int, ...], Any]] = {  # a call, the shape of x
 }
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("kind", ["docs", *(pytest.param(n, marks=pytest.mark.slow) for n in SIZES if n != "docs")])
 def test_an_argument_may_come_first_when_sizes_have_become_symbolic(kind: str) -> None:
     """Two sizes without it make the lengths symbolic; its own are still numbers."""
     call, rest, second = SIZES[kind]
