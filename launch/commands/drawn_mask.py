@@ -6,12 +6,12 @@ import numpy as np
 
 from ringattn.masks.bands import Families, bounds_at
 
-MOST, SAMPLES = 32, 8  # cells of a side, and queries of a cell that are looked at
+CELLS, SAMPLES = 32, 8  # cells of a side, and queries of a cell that are looked at
 
 
 def drawn(families: Families, seq_len: int, key_len: int) -> list[str]:
-    """The first row's mask in up to MOST x MOST cells: # all pairs are seen, + some, . none."""
-    rows, columns = (np.linspace(0, n, min(n, MOST) + 1).astype(int) for n in (seq_len, key_len))
+    """The first row's mask in up to CELLS x CELLS cells: # all pairs are seen, + some, . none."""
+    rows, columns = (np.linspace(0, n, min(n, CELLS) + 1).astype(int) for n in (seq_len, key_len))
     lines = []
     for first, stop in pairwise(rows.tolist()):
         at = np.unique(np.linspace(first, stop - 1, SAMPLES).astype(int))

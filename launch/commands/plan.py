@@ -32,8 +32,9 @@ from ringattn.plans.recipe import Recipe
 from ringattn.plans.spmd import SharedRecipe
 from ringattn.plans.transport import Transport
 
-RANKS, MOST = 65536, 1024  # ranks: of more no steps are shown, since what each pair of them works on is counted
-SHOWN, LINES = 10, 8  # ranks that are shown one by one; of more, so many steps
+MAX_RANKS = 65536
+MAX_RING = 1024  # of longer rings no steps are shown, since what each pair of ranks works on is counted
+RANKS_SHOWN, STEPS_SHOWN = 10, 8  # ranks that are shown one by one; of more, so many steps
 SUMMARY = "least", "mean", "most"
 EXPLAIN = "plan", "call"
 
@@ -107,7 +108,7 @@ def run(options: Options) -> int:
         mask = families(spec, options.seq_len, docs=docs)
         print("\n".join(["", "who sees whom: queries downwards, keys to the right; # all, + some, . none",
                          *drawn(mask, options.seq_len, options.seq_len)]))  # fmt: skip
-    if plan.ring > 1 and not options.json and plan.ring <= MOST:
+    if plan.ring > 1 and not options.json and plan.ring <= MAX_RING:
         print("\n".join(["", *steps(plan, spec, docs)]))
         if docs is not None:
             print("\n".join(["", *holdings(plan, spec, docs)]))
@@ -145,8 +146,8 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     if len(options.heads) not in (1, 2):
         raise ValueError(f"heads={options.heads}: give query heads and key heads, as in heads=32,8")
     ranks = options.sequence or options.ring * options.ulysses
-    if ranks > RANKS:
-        raise ValueError(f"{ranks} ranks; a plan is made for {RANKS} at most")
+    if ranks > MAX_RANKS:
+        raise ValueError(f"{ranks} ranks; a plan is made for {MAX_RANKS} at most")
     machine = None if options.machine is None else load(options.machine)
     if options.hosts and options.sequence is None and ranks == 1:
         each = (of_device(options.device) if machine is None else machine).gpus
@@ -211,18 +212,18 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
     share = max(counts.sum() / plan.ring, 1)
     if plan.strategy == "gather":
         title = "gather: one step, after every rank's keys have arrived; the share of the mean work that each rank does"
-        return [title, shares(counts.sum(1) / share, plan.ring <= SHOWN)]
+        return [title, shares(counts.sum(1) / share, plan.ring <= RANKS_SHOWN)]
     shape, ranks = plan.shape(itemsize=4 if plan.device == "cpu" else 2), range(plan.ring)
     together = blocks_at_once(plan, shape, plan.machine) if shape else plan.transport.together or 1
     table = table_of(Mask(plan, spec, docs), plan.hosts, together)
-    few = plan.ring <= SHOWN
+    few = plan.ring <= RANKS_SHOWN
     lines = [
         f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received",
         "  step  " + "".join(f"{f'rank {r}' if few else r:>8}" for r in (ranks if few else SUMMARY)) + "   blocks",
     ]
     for i in range(table.count):
-        if not few and LINES <= i < table.count - 1:
-            lines += [f"   ...  {table.count - LINES - 1} more"] if i == LINES else []
+        if not few and STEPS_SHOWN <= i < table.count - 1:
+            lines += [f"   ...  {table.count - STEPS_SHOWN - 1} more"] if i == STEPS_SHOWN else []
             continue
         here = table.when == i
         work = (counts * here).sum(1) / share

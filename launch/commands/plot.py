@@ -20,12 +20,9 @@ from ringattn.launch.rows import Row, read
 from ringattn.launch.words import option, writable
 
 # What lines are made of, by the names that suites give it: the first that is found counts.
-SERIES = ("impl", "implementation", "who", "kernel", "name", "peer", "library", "strategy")
-PANELS = ("mode", "direction", "pass", "phase")
-METRICS = (
-    "tflop", "tb_per_s", "gb_per_s", "tokens_per_s", "gb/s", "tokens/s", "peak", "ms", "us", "seconds", "bytes", "mb",
-    "ratio",
-)  # fmt: skip
+SERIES = ("impl", "who", "way", "name", "kernel", "strategy")
+PANELS = ("mode", "pass")
+METRICS = ("tflop", "tb_per_s", "gb_per_s", "tokens_per_s", "peak", "ms", "us", "seconds", "bytes", "mb", "ratio")
 STAMP = ("commit", "device", "torch", "triton", "jax", "python", "cuda", "date", "time", "suite")
 HOW = ("repeats", "warmup", "floor", "alone", "steps", "note")  # it was measured, which makes it no other case
 WORDS = {

@@ -21,8 +21,8 @@ from ringattn.plans.plan import Plan
 from ringattn.plans.simulation import draw, play, speeds, timeline
 from ringattn.plans.transport import Transport
 
-MOST, SHOWN = 65536, 8
-MANY = 1024  # ranks: of no more all steps are kept, so that the last rank can be drawn
+MAX_RANKS, RANKS_SHOWN = 65536, 8
+MAX_WATCHED = 1024  # of no more ranks all steps are kept, so that the last rank can be drawn
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Options:
 
 def run(options: Options) -> int:
     machine, ranks = load(options.machine), options.ranks
-    if ranks > MOST:
-        raise ValueError(f"ranks={ranks}: at most {MOST} are simulated")
+    if ranks > MAX_RANKS:
+        raise ValueError(f"ranks={ranks}: at most {MAX_RANKS} are simulated")
     if options.ulysses is not None and ranks % options.ulysses:
         raise ValueError(f"ulysses={options.ulysses} does not divide ranks={ranks}")
     picture = writable(Path(options.picture)) if options.picture else None
@@ -59,10 +59,10 @@ def run(options: Options) -> int:
     assert problem is not None and shape is not None
     rates = rates_of(problem, best.plan, machine)[1]
     speed = speeds(options.slow, best.plan.ring, best.plan.ulysses, machine.gpus)  # wrong words before long work
-    slow = np.flatnonzero(speed.ravel() != 1)[:SHOWN]
-    some = sorted({*range(0, ranks, max(1, ranks // SHOWN)), *slow.tolist()})
+    slow = np.flatnonzero(speed.ravel() != 1)[:RANKS_SHOWN]
+    some = sorted({*range(0, ranks, max(1, ranks // RANKS_SHOWN)), *slow.tolist()})
     played = play(best.plan, shape, asked.spec, asked.docs, machine, rates, slow=options.slow, jitter=options.jitter,
-                  seed=options.seed, watched=range(ranks) if ranks <= MANY else some)  # fmt: skip
+                  seed=options.seed, watched=range(ranks) if ranks <= MAX_WATCHED else some)  # fmt: skip
     report(best, machine, played.seconds, played.working)
     if options.slow or options.jitter:
         clean = play(best.plan, shape, asked.spec, asked.docs, machine, rates).seconds
