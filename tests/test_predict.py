@@ -250,6 +250,8 @@ def test_shipped_descriptions_state_their_source(name, tmp_path):
         assert machine.source == "public figures; nothing was measured"
     machines.write(machine, tmp_path / "copy.toml")
     assert machines.load(tmp_path / "copy.toml") == machine
+    alone = machine.replace(cores=0.0).flops(2, 8)
+    assert machine.replace(gpus=8, cores=2.0).flops(2, 8) == alone / 4  # eight ranks share two cores
 
 
 @pytest.mark.parametrize(
