@@ -98,5 +98,6 @@ def cross_entropy(
     counted = labels_BT != ignore_index
     real = counted if plan is None else counted & plan.real_tokens()
     logits = jnp.where(real[..., None], logits_BTV, 0).astype(accumulator(logits_BTV))  # NaN times 0 is NaN
-    right = jnp.take_along_axis(logits, jnp.where(real, labels_BT, 0)[..., None], -1)[..., 0]
+    label = jnp.where(real, labels_BT, 0)[..., None]  # compared, not looked up: an axis may cut the classes
+    right = jnp.where(jnp.arange(logits.shape[-1]) == label, logits, 0).sum(-1)
     return token_mean(jax.nn.logsumexp(logits, -1) - right, plan, mask=counted, docs=docs)

@@ -1,11 +1,12 @@
 """Look-ups that are right under automatic, explicit and manual axes of a mesh.
 
-On explicit axes the type of an array says what cuts it, and JAX refuses a gather or a search whose result it cannot
-type. Comparing with every entry and adding up has a type everywhere, and XLA stores no table for it.
+On explicit axes the type of an array says what cuts it, and JAX refuses a search or a gather whose result it cannot
+type: there they run as on automatic axes, and are given the type of what is looked up.
 
 R rows   N entries   T tokens
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,37 @@ from jax.sharding import PartitionSpec as P
 @partial(jax.jit, inline=True)
 def up_to(sorted_RN: Any, at: Array) -> Array:
     """How many entries of each row are at most `at`, [T] or [R, T]: [R, T]."""
-    return (jnp.asarray(sorted_RN)[:, None] <= at[..., None]).sum(-1, dtype=jnp.int32)
+    search = jax.vmap(partial(jnp.searchsorted, side="right"))
+    return by_rows(lambda x, at: search(x, at).astype(jnp.int32), jnp.asarray(sorted_RN), at)
 
 
 @partial(jax.jit, inline=True)
 def entry(x_RN: Any, i_RT: Array) -> Array:
     """x[r, i[r, t]], a whole number; 0 where there is no such entry."""
-    x = jnp.asarray(x_RN)
-    return jnp.where(jnp.arange(x.shape[1]) == i_RT[..., None], x[:, None], 0).sum(-1).astype(x.dtype)
+
+    def taken(x: Array, i: Array) -> Array:
+        there = (i >= 0) & (i < x.shape[1])
+        return jnp.where(there, jnp.take_along_axis(x, i.clip(0, x.shape[1] - 1), 1), 0)
+
+    return by_rows(taken, jnp.asarray(x_RN), i_RT)
+
+
+def by_rows(look_up: Callable[[Array, Array], Array], x_RN: Array, at: Array) -> Array:
+    """`look_up` with as many rows of both, cut as `at` is, and its rows as those of either."""
+    at = at if at.ndim == 2 else at[None]
+    rows = max(len(x_RN), len(at))
+
+    def both(x: Array, at: Array) -> Array:
+        return look_up(*(jnp.broadcast_to(each, (rows, each.shape[1])) for each in (x, at)))
+
+    cuts = [(each, there) for each in (x_RN, at) if (there := explicit(each)) is not None]
+    if not cuts:
+        return both(x_RN, at)
+    row_cut = next((there.spec[0] for each, there in cuts if len(each) == rows and there.spec[0] is not None), None)
+    token_cut = next((there.spec[1] for each, there in cuts if each is at), None)
+    spec = cuts[0][1].update(spec=P(row_cut, token_cut))
+    made: Array = jax.sharding.auto_axes(both, out_sharding=spec)(x_RN, at)
+    return made
 
 
 def rows_of(table: Array, at: Array) -> Array:

@@ -13,7 +13,7 @@ def docs_of(ids: Any, most: int | None, plan: Any, padding: int | None) -> Docs:
     if most is not None and (room is None or room < 1):
         raise ValueError(f"most={most!r}: the most documents of a row of the batch, a whole number of at least 1")
     if plan is not None:
-        ids = plan.unshard(ids)
+        ids = plan.unshard(ids, ids.ndim - 1)
     rows = ids if is_traced(ids) else np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     rows = rows[None] if rows.ndim == 1 else rows
     if rows.ndim != 2 or 0 in rows.shape or rows.dtype.kind not in "iu":
