@@ -48,7 +48,7 @@ def sequences_of(begin: np.ndarray, end: np.ndarray) -> tuple[Sequences, ...] | 
         joins = grows if mostly else same
     joins = np.concatenate([[False], joins, [False]])
     first, last = np.flatnonzero(live & ~joins[:-1]), np.flatnonzero(live & ~joins[1:])
-    if len(first) > max(MANY, np.count_nonzero(live) // MEAN_QUERIES):
+    if len(first) > max(MANY, int(live.sum()) // MEAN_QUERIES):
         return None
     causal = np.where(first < last, np.append(grows, False)[first], mostly)
     cells, of_query = np.stack([first, last + 1, begin[first], end[last]], 1), np.repeat(causal, last + 1 - first)

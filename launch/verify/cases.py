@@ -108,7 +108,10 @@ class Case:
 
     @property
     def mask(self) -> Mask | None:
-        return None if self.slices is None else Mask.from_slices(*zip(*self.slices, strict=True), self.seq_len)
+        if self.slices is None:
+            return None
+        queries, keys, kinds = zip(*self.slices, strict=True)
+        return Mask.from_slices(queries, keys, kinds, self.seq_len)
 
     @property
     def key_docs(self) -> Docs | None:
@@ -200,6 +203,7 @@ class Case:
                 result = ra.decode(q, k, v, cache, **also, **words)
             else:
                 chunk = plan.for_length(n)
-                result = ra.prefill(*shard(chunk, q, k, v), chunk, cache, **also, **words)
+                q, k, v = shard(chunk, q, k, v)
+                result = ra.prefill(q, k, v, chunk, cache, **also, **words)
             out, cache = result if isinstance(result, tuple) else (result, cache)
             yield out if do == "decode" else unshard(chunk, out)

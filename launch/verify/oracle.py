@@ -179,7 +179,8 @@ def with_gradients(results: Named, back: Named, leaves: Named) -> Named:
     into = [torch.where(torch.isfinite(results[n]), x.to(results[n].dtype), 0.0) for n, x in back.items()]
     grads = [torch.zeros_like(x) for x in leaves.values()]
     if back:
-        grads = torch.autograd.grad([results[n] for n in back], list(leaves.values()), into, materialize_grads=True)
+        outputs = [results[n] for n in back]
+        grads = [*torch.autograd.grad(outputs, list(leaves.values()), into, materialize_grads=True)]
     named = {f"d{n}": x for n, x in zip(leaves, grads, strict=True)}
     return {**{n: x.detach() for n, x in results.items()}, **named}
 

@@ -94,6 +94,7 @@ class Transfer:
                 for i in chain[done:]:
                     state = Map(maps.factor[i : i + 1], maps.kv[i : i + 1]).after(state)
                 walked[chain[0]] = len(chain), state
+                assert state is not None  # a chain has segments
                 self.states[segment] = state
             self.transfer = None
         return self.states
