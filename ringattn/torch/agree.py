@@ -68,10 +68,10 @@ def agree(plan: Plan, words: Words, problem: str | None = None, has: str | None 
     remember(plan, kind)
 
 
-def agree_in_backward(plan: Plan, name: str, words: Words | None) -> None:
+def agree_in_backward(plan: Plan, name: str) -> None:
     """The same for the backward pass of a call, which one rank may run twice while others go on."""
     if watched(plan):
-        agree(plan, (words or {}) | {"call": f"backward of {name}"})
+        agree(plan, {"call": f"backward of {name}"})
 
 
 def refuse(problem: str, plan: Any) -> NoReturn:

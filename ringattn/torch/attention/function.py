@@ -124,7 +124,7 @@ def backward(
     call: Call, kept: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, accumulated in float32 on the way."""
-    agree_in_backward(call.plan, "attention", call.words)
+    agree_in_backward(call.plan, "attention")
     dout, dlse = given(call, kept, dout, dlse)
     with no_autocast(dout.device):
         if call.keeps_heads:

@@ -104,7 +104,7 @@ def backward(
     call: LinearCall, given: Given, start: Tensor | None, kept: Tensor | None, dout: Tensor | None, dend: Tensor | None
 ) -> Gradients:
     """The gradients of the tensors, that of the initial state as this rank's share; `dend` is this rank's share too."""
-    agree_in_backward(call.plan, "linear_attention", call.words)
+    agree_in_backward(call.plan, "linear_attention")
     dout = torch.zeros_like(given.v) if dout is None else dout
     if not call.returned:
         dend = None
