@@ -20,7 +20,7 @@ from ringattn.launch.rows import Row, read
 from ringattn.launch.words import option, writable
 
 # What lines are made of, by the names that suites give it: the first that is found counts.
-SERIES = ("impl", "who", "way", "name", "kernel", "strategy")
+SERIES = ("impl", "who", "name", "way", "kernel", "strategy")
 PANELS = ("mode", "pass")
 METRICS = ("tflop", "tb_per_s", "gb_per_s", "tokens_per_s", "peak", "ms", "us", "seconds", "bytes", "mb", "ratio")
 STAMP = ("commit", "device", "torch", "triton", "jax", "python", "cuda", "date", "time", "suite")

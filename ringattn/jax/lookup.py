@@ -38,7 +38,7 @@ def entry(x_RN: Any, i_RT: Array) -> Array:
 def by_rows(look_up: Callable[[Array, Array], Array], x_RN: Array, at: Array) -> Array:
     """`look_up` with as many rows of both, cut as `at` is, and its rows as those of either."""
     at = at if at.ndim == 2 else at[None]
-    rows = max(len(x_RN), len(at))
+    rows = at.shape[0] if x_RN.shape[0] == 1 else x_RN.shape[0]  # perhaps symbolic
 
     def both(x: Array, at: Array) -> Array:
         return look_up(*(jnp.broadcast_to(each, (rows, each.shape[1])) for each in (x, at)))
@@ -46,7 +46,7 @@ def by_rows(look_up: Callable[[Array, Array], Array], x_RN: Array, at: Array) ->
     cuts = [(each, there) for each in (x_RN, at) if (there := explicit(each)) is not None]
     if not cuts:
         return both(x_RN, at)
-    row_cut = next((there.spec[0] for each, there in cuts if len(each) == rows and there.spec[0] is not None), None)
+    row_cut = next((there.spec[0] for each, there in cuts if each.shape[0] == rows and there.spec[0] is not None), None)
     token_cut = next((there.spec[1] for each, there in cuts if each is at), None)
     spec = cuts[0][1].update(spec=P(row_cut, token_cut))
     made: Array = jax.sharding.auto_axes(both, out_sharding=spec)(x_RN, at)
