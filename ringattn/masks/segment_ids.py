@@ -4,31 +4,28 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.masks.spec import Docs, Row, is_traced, whole
+from ringattn.masks.numeric import Row, is_traced, whole
 
 
-def docs_of(ids: Any, most: int | None, plan: Any, padding: int | None) -> Docs:
-    """The documents of `Docs.from_segment_ids`."""
+def starts_of(ids: Any, most: int | None, padding: int | None) -> tuple[Any, int]:
+    """The starts of the documents of `Docs.from_segment_ids`, [rows, n + 1], and the length of a row."""
     room = None if most is None else whole(most)
     if most is not None and (room is None or room < 1):
         raise ValueError(f"most={most!r}: the most documents of a row of the batch, a whole number of at least 1")
-    if plan is not None:
-        ids = plan.unshard(ids, ids.ndim - 1)
     rows = ids if is_traced(ids) else np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     rows = rows[None] if rows.ndim == 1 else rows
     if rows.ndim != 2 or 0 in rows.shape or rows.dtype.kind not in "iu":
         raise ValueError(f"segment ids must be whole numbers [batch, tokens], got {rows.dtype} {tuple(rows.shape)}")
     if is_traced(ids):
-        return traced_docs(rows, room, padding)
+        return traced_starts(rows, room, padding), rows.shape[1]
     counts = [documents_in(row, padding) for row in rows]
     if room is not None and max(counts) > room:
         raise ValueError(f"row {np.argmax(counts)} of the ids has {max(counts)} documents, more than most={most}")
-    room = max(1, *counts) if room is None else room
-    return Docs.unchecked(starts_of(rows, room, padding, np), rows.shape[1])
+    return runs_of(rows, max(1, *counts) if room is None else room, padding, np), rows.shape[1]
 
 
-def traced_docs(ids: Any, most: int | None, padding: int | None) -> Docs:
-    """Docs with traced starts; -1 in a row of more than `most` documents, whose results are NaN."""
+def traced_starts(ids: Any, most: int | None, padding: int | None) -> Any:
+    """The same traced; -1 in a row of more than `most` documents, whose results are NaN."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -37,12 +34,12 @@ def traced_docs(ids: Any, most: int | None, padding: int | None) -> Docs:
     there = jax.typeof(ids).sharding
     if there.spec[1] is not None:  # an explicit axis cuts the tokens
         ids = jax.reshard(ids, there.update(spec=P(there.spec[0], None)))
-    starts = starts_of(ids, most, padding, jax.numpy)
+    starts = runs_of(ids, most, padding, jax.numpy)
     starts = jax.numpy.where(starts[:, -1:] < end_of(ids, padding, jax.numpy), -1, starts)
-    return Docs.bare(starts.astype(jax.numpy.int32), ids.shape[1])
+    return starts.astype(jax.numpy.int32)
 
 
-def starts_of(ids: Any, most: int, padding: int | None, xp: Any) -> Any:
+def runs_of(ids: Any, most: int, padding: int | None, xp: Any) -> Any:
     """[R, T] -> [R, most + 1]: where each run of equal ids begins, and where the last one ends."""
     T, at = ids.shape[1], xp.arange(ids.shape[1])
     begins = xp.concatenate([ids[:, :1] == ids[:, :1], ids[:, 1:] != ids[:, :-1]], 1)  # the first token begins one

@@ -10,7 +10,6 @@ from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
 from itertools import accumulate
-from json import dumps
 from numbers import Integral
 from typing import Any
 
@@ -25,6 +24,7 @@ from ringattn.masks.numeric import raise_if as raise_if
 from ringattn.masks.numeric import untraced as untraced
 from ringattn.masks.numeric import whole as whole
 from ringattn.masks.packing import branch_positions, parents_in, spans_in
+from ringattn.masks.segment_ids import starts_of
 from ringattn.masks.values import Value
 
 
@@ -143,20 +143,6 @@ class Docs:
         """All that they consist of but the length: starts, spans, parents, slices."""
         return self.starts, self.spans, self.parents, self.slices
 
-    @staticmethod
-    def decoded(numbers: Row, length: int) -> "Docs":
-        """The inverse of `encoded`; the numbers may not change later."""
-        if numbers.ndim == 2:
-            return Docs.unchecked(numbers, length)
-        parts: list[Row | None] = []
-        for _ in Docs.PARTS:
-            dims, rest = int(numbers[0]), numbers[1:]
-            shape, rest = rest[:dims], rest[dims:]
-            size = int(shape.prod()) if dims else 0
-            parts.append(rest[:size].reshape(shape).copy() if dims else None)
-            numbers = rest[size:]
-        return Docs.unchecked(parts[0], length, *parts[1:])  # type: ignore[arg-type]
-
     @property
     def plain(self) -> bool:
         """Whether these are documents alone."""
@@ -219,9 +205,8 @@ class Docs:
         >>> Docs.from_segment_ids([7, 7, 7, 9, 9, 0]).starts.tolist()
         [[0, 3, 5]]
         """
-        from ringattn.masks.segment_ids import docs_of
-
-        return docs_of(ids, most, plan, padding)
+        starts, length = starts_of(ids if plan is None else plan.unshard(ids, ids.ndim - 1), most, padding)
+        return cls.bare(starts, length) if is_traced(starts) else cls.unchecked(starts, length)
 
     @classmethod
     def bare(cls, starts: Any, length: int, padded: bool = True, spans: Any = None) -> "Docs":
@@ -257,11 +242,6 @@ class Docs:
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         return (*((x.shape, x.tobytes()) for x in self.parts if x is not None), self.plain, self.length)
-
-    @cached_property
-    def text(self) -> str:
-        """All of them in the texts of plans, which hold no objects."""
-        return dumps((self.encoded.tolist(), self.length))
 
     @cached_property
     def first(self) -> "Docs | None":

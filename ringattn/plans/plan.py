@@ -4,15 +4,13 @@ Frozen and hashable. It uses its axes only as objects with a size and a rank. Pl
 groups are; in JAX only over the same devices, since plans are the keys of cached programs.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from functools import cached_property, partial
-from itertools import count
+from importlib import import_module
 from json import dumps
 from typing import Any
-from weakref import WeakValueDictionary
-
-import numpy as np
 
 from ringattn.layouts.layout import MAKERS, Layout
 from ringattn.masks.spec import AttentionSpec, Docs, raise_if
@@ -24,9 +22,7 @@ from ringattn.plans.sizes import blocks_of, groups_problem, heads_of, heads_prob
 from ringattn.plans.transport import Transport
 
 STRATEGIES = ("ring", "gather", "ulysses")
-LAST = 2**31 - 1  # JAX's positions are int32
-LAID_OUT: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()  # the plans of documents, by their handle
-HANDLES = count()
+LARGEST_POSITION = 2**31 - 1  # JAX's positions are int32
 
 
 class Report:
@@ -80,10 +76,6 @@ class Plan(Value):
     machine: Machine = field(default=None, repr=False)  # type: ignore[assignment]  # None: the shipped one of the device
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: Report = field(default=report_with(), compare=False, repr=False)
-    number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention needs
-    text: str = field(init=False, compare=False, repr=False)  # for a compiled graph, which holds no objects
-    choices: str = field(init=False, compare=False, repr=False)  # the text of what plans for other documents share
-    handle: Any = field(init=False, compare=False, repr=False)  # for a compiled graph, where each batch has its plan
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "key_len", "ring", "ulysses", "head_dim", "value_dim"):
@@ -115,27 +107,9 @@ class Plan(Value):
             raise_if(groups_problem(self.transport.groups, self.heads, self.ulysses, self.ring))
         if self.framework == "jax":
             self._check_positions()
-        compared = [getattr(self, name) for name, f in fields(self).items() if f.compare]
-        object.__setattr__(self, "number", hash(tuple(compared)))
-        object.__setattr__(self, "text", self._text())
-        handle = None if self.docs is None else np.array([next(HANDLES)])
-        object.__setattr__(self, "choices", self.text if handle is None else self._choices(1))
-        object.__setattr__(self, "handle", handle)
-        if handle is not None:
-            LAID_OUT[int(handle[0])] = self
-        _ = self.local_len, self.keys.local_len  # cached now: Python 3.11 locks for it, which torch.compile refuses
-
-    def _text(self) -> str:
-        """The whole plan as text, for a compiled graph, which holds no objects: `ringattn.torch.handles` reads it."""
-        return self._choices(self.seq_len) + ("" if self.docs is None else self.docs.text)
-
-    def _choices(self, seq_len: int) -> str:
-        """The lines of all but the documents."""
-        values = {name: getattr(self, name) for name in NAMED} | {"seq_len": seq_len, "docs": None}
-        if self.work is not None:
-            values["work"] = self.work.causal, self.work.window, self.work.chunk, self.work.first
-        choices = dumps([list(values.values()), list(vars(self.transport).values())])
-        return f"{self.axes.number}\n{choices}\n{self.machine.text}\n"
+        if self.framework == "torch" and self.axes.here and "torch" in sys.modules:
+            import_module(f"ringattn.{self.framework}.handles").name(self)  # now: torch.compile traces no such thing
+        _ = self.number, self.local_len, self.keys.local_len  # cached now: torch.compile refuses Python 3.11's lock
 
     def _docs_problem(self) -> str | None:
         """Why this plan cannot lay out documents, if it cannot."""
@@ -168,7 +142,7 @@ class Plan(Value):
 
     def _check_positions(self) -> None:
         """Positions, and those up to a stripe after them, fit in int32."""
-        most = LAST - self.ring + 1
+        most = LARGEST_POSITION - self.ring + 1
         for name, length in (("seq_len", self.seq_len), ("key_len", self.key_len or 1)):
             padded = Layout(self.layout, length, self.ring, self.ulysses).padded_length
             if padded > most:
@@ -188,7 +162,7 @@ class Plan(Value):
 
         `for_docs` binds it to the axes of another plan.
         """
-        given = {name: getattr(self, name) for name, f in fields(self).items() if f.init}
+        given = {name: getattr(self, name) for name in fields(self)}
         if self.axes.here and self.framework == "jax":
             raise TypeError(f"a plan on a JAX mesh cannot be pickled ({self}): make the plan on every rank")
         if self.axes.here and self.ring * self.ulysses > 1:
@@ -199,6 +173,11 @@ class Plan(Value):
 
     def __hash__(self) -> int:
         return self.number
+
+    @cached_property
+    def number(self) -> int:
+        """The hash, which every call of attention needs."""
+        return hash(tuple(getattr(self, name) for name, f in fields(self).items() if f.compare))
 
     @property
     def framework(self) -> str:
@@ -389,8 +368,6 @@ class Plan(Value):
 
     @property
     def _sharding(self) -> Any:
-        from importlib import import_module
-
         return import_module(f"ringattn.{self.framework}.sharding")
 
     def explain(self, json: bool = False) -> str:
@@ -408,10 +385,6 @@ class Plan(Value):
             f"layout {self.layout}{' of each document' * self.tokens.by_document}, kernel {self.kernel}, "
             f"{self.local_len} tokens a rank"
         )
-
-
-# in a text, in this order
-NAMED = tuple(n for n, f in fields(Plan).items() if f.init and n not in ("transport", "machine", "axes", "report"))
 
 
 def kept_for(plan: Plan, sets: dict[Any, set[Any]]) -> set[Any]:

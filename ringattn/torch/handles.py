@@ -8,20 +8,26 @@ traced: then no plan is made until the op runs.
 
 from collections.abc import Callable
 from functools import lru_cache
-from json import loads
+from itertools import count
+from json import dumps, loads
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.masks.values import fields
 from ringattn.plans import machine
-from ringattn.plans.plan import LAID_OUT, NAMED, Plan
+from ringattn.plans.plan import Plan
 from ringattn.plans.ranks import LIVE, one_rank
 from ringattn.plans.transport import Transport
 
 HELD: dict[str, Plan] = {}  # the plans that compiled graphs use, by their text
+LAID_OUT: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()  # the plans of documents, by their handle
+HANDLES = count()
+NAMED = tuple(name for name in fields(Plan) if name not in ("transport", "machine", "axes", "report", "docs"))
 
 TELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
@@ -33,6 +39,33 @@ def constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def name(plan: Any) -> None:
+    """Give a new plan its names in compiled graphs.
+
+    text      all of it, of which `of_text` makes it again
+    choices   the text of what plans for other documents share
+    handle    a number, if it lays out documents
+    """
+    names = vars(plan)
+    if plan.docs is None:
+        names |= {"text": described(plan, plan.seq_len), "handle": None}
+        names["choices"] = plan.text
+        return
+    docs = dumps((plan.docs.encoded.tolist(), plan.docs.length))
+    handle = next(HANDLES)
+    names |= {"text": described(plan, plan.seq_len) + docs, "choices": described(plan, 1), "handle": np.array([handle])}
+    LAID_OUT[handle] = plan
+
+
+def described(plan: Plan, seq_len: int) -> str:
+    """The lines of all but the documents."""
+    values = {name: getattr(plan, name) for name in NAMED} | {"seq_len": seq_len}
+    if plan.work is not None:
+        values["work"] = plan.work.causal, plan.work.window, plan.work.chunk, plan.work.first
+    choices = dumps([list(values.values()), list(vars(plan.transport).values())])
+    return f"{plan.axes.number}\n{choices}\n{plan.machine.text}\n"
 
 
 @lru_cache(maxsize=256)
@@ -118,7 +151,7 @@ def of_text(text: str) -> Plan:
         given = dict(zip(NAMED, values, strict=True))
         if docs:
             numbers, length = loads(docs)
-            given["docs"] = Docs.decoded(np.array(numbers, np.int64), length)
+            given["docs"] = decoded(np.array(numbers, np.int64), length)
         if given["work"] is not None:
             causal, window, *more = given["work"]
             given["work"] = AttentionSpec(causal, tuple(window) if isinstance(window, list) else window, *more)
@@ -178,4 +211,18 @@ def docs_of(starts: Tensor | None, length: int) -> Docs | None:
 @lru_cache(maxsize=64)
 def kept_docs(starts: bytes, shape: tuple[int, ...], length: int) -> Docs:
     """The cached documents of these numbers. Caches are keyed by documents, and the same object is found fastest."""
-    return Docs.decoded(np.frombuffer(starts, np.int64).reshape(shape), length)
+    return decoded(np.frombuffer(starts, np.int64).reshape(shape), length)
+
+
+def decoded(numbers: np.ndarray, length: int) -> Docs:
+    """The documents with this `encoded`; the numbers may not change later."""
+    if numbers.ndim == 2:
+        return Docs.unchecked(numbers, length)
+    parts: list[Any] = []
+    for _ in Docs.PARTS:
+        dims, rest = int(numbers[0]), numbers[1:]
+        shape, rest = rest[:dims], rest[dims:]
+        size = int(shape.prod()) if dims else 0
+        parts.append(rest[:size].reshape(shape).copy() if dims else None)
+        numbers = rest[size:]
+    return Docs.unchecked(parts[0], length, *parts[1:])

@@ -39,7 +39,7 @@ from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.sharding import batch_axes, check_context, moved, names_of, sequence_axes
 from ringattn.masks.spec import raise_if
-from ringattn.plans.plan import LAST, Plan
+from ringattn.plans.plan import LARGEST_POSITION, Plan
 from ringattn.serving import Heads, Moves, Stripes, prefill_moves
 
 
@@ -111,7 +111,7 @@ class KVCache(serving.KVCache):
         new = counted(lengths, len(self.lengths))
         first = self.first
         if self.window is not None:  # the next token must still see its whole window
-            first = jnp.where(first > 0, first + min(self.window, LAST) - 1, 0)
+            first = jnp.where(first > 0, first + min(self.window, LARGEST_POSITION) - 1, 0)
         raise_if(of_back(None if isinstance(new, Array) else new, self.concrete_lengths, at_hand(first)))
         return replace(self, lengths=jnp.minimum(self.lengths, new.clip(0, self.max_len).astype(np.int32)))
 
@@ -219,7 +219,11 @@ def of_cut(plan: Plan, cut: P, batch: int, kv_heads: int) -> str | None:
 
 def of_positions(max_len: int) -> str | None:
     """Every position is an int32."""
-    return None if max_len <= LAST else f"max_len={max_len}: JAX counts positions in 32 bits, at most {LAST} tokens"
+    return (
+        None
+        if max_len <= LARGEST_POSITION
+        else f"max_len={max_len}: JAX counts positions in 32 bits, at most {LARGEST_POSITION} tokens"
+    )
 
 
 def devices_along(plan: Plan, by: Any) -> int:
