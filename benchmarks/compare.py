@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringattn.launch.bench import table
-from ringattn.launch.rows import Row, read
+from ringattn.launch.rows import Row, read, table
 
 FIGURES = ("ms", "us", "peak_mib", "peak", "MB", "bytes")
 ABOUT = ("commit", "torch", "triton", "jax", "warmup", "repeats", "rounds")  # may differ between rows of one case

@@ -38,9 +38,9 @@ from torch.nn import functional as F
 
 import ringattn as ra
 from ringattn import hf
-from ringattn.launch.bench import stamp, table
+from ringattn.launch.bench import stamp
 from ringattn.launch.processes import RankError, run
-from ringattn.launch.rows import read
+from ringattn.launch.rows import read, table
 from ringattn.launch.words import answer, option, usage, values
 from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 

@@ -25,8 +25,8 @@ import torch
 import ringattn as ra
 from ringattn.kernels import rates
 from ringattn.kernels.intervals import Intervals
-from ringattn.launch.bench.timing import elapsed_ms, in_turns
-from ringattn.launch.packed import drawn
+from ringattn.launch.bench.masks import drawn
+from ringattn.launch.bench.timing import alone_ms, in_turns
 from ringattn.launch.words import option, values
 from ringattn.masks.bands import bounds
 
@@ -159,7 +159,7 @@ def milliseconds(work: Callable[[], list[Any]], right: list[Any], rounds: int) -
         return float("inf")
     if not all((x - y).norm() <= 0.01 * y.norm() for x, y in zip(results, right, strict=True)):
         return float("inf")
-    return statistics.median(elapsed_ms(work) for _ in range(rounds))
+    return alone_ms(work, rounds, "cuda")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Files of figures: one JSON object a line."""
+"""Rows of figures: read from a file, one JSON object a line, and shown as a table."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +30,16 @@ def read(path: Path) -> list[Row]:
     if not rows:
         raise ValueError(f"{path} has no lines")
     return rows
+
+
+def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """The rows as aligned text; numbers to four significant places."""
+    cells = [[*columns], *([cell(row.get(c)) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in cells)
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -28,9 +28,9 @@ import torch.distributed as dist
 import ringattn as ra
 from ringattn.comms import messages
 from ringattn.launch import words
-from ringattn.launch.bench import plans, table
+from ringattn.launch.bench import plans
 from ringattn.launch.commands import calibrate
-from ringattn.launch.rows import Row, read
+from ringattn.launch.rows import Row, read, table
 from ringattn.launch.verify import oracle
 from ringattn.launch.words import option
 from ringattn.plans.machine import Machine

@@ -1,8 +1,8 @@
 """Benchmarks, side by side: `ringattn bench SUITE [key=value ...]`.
 
-`ringattn bench SUITE --help` lists the keys of a suite. The results are printed as a table. With out=FILE each row is
-also appended to the file, as soon as it is measured, as a JSON line: commit, device, versions, case, milliseconds,
-ratios.
+`ringattn bench SUITE --help` lists the keys of a suite. Each row is printed as soon as it is measured, and all of them
+as a table at the end. With out=FILE each is also appended to the file, as a JSON line: commit, device, versions, case,
+milliseconds, ratios.
 """
 # A suite is a module of launch/bench/ with its own Options and `run(options)`, which yields rows as they are measured;
 # one over ranks gets its rows from `over_ranks`.
@@ -12,7 +12,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib import import_module, metadata
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from ringattn.conf.keys import nearest
 from ringattn.launch.processes import each
 from ringattn.launch.processes import run as run_ranks
-from ringattn.launch.rows import Row
+from ringattn.launch.rows import Row, cell, table
 from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
 SUITES = {
@@ -42,29 +42,31 @@ def main(argv: list[str]) -> int:
         suites = "\n".join(f"    {name:<9} {what}" for name, what in SUITES.items())
         print(f"usage: ringattn bench SUITE [out=FILE] [key=value ...]\n\n{head}\n\n{suites}\n{about}")
         return 0
-    if argv[0] not in SUITES:
-        print(f"ringattn bench: no suite {argv[0]!r}{nearest(argv[0], SUITES)} ({', '.join(SUITES)})", file=sys.stderr)
+    name, *words = argv
+    if name not in SUITES:
+        print(f"ringattn bench: no suite {name!r}{nearest(name, SUITES)} ({', '.join(SUITES)})", file=sys.stderr)
         return 2
-    return answer(f"bench {argv[0]}", lambda: measure(argv[0], argv[1:]))
+
+    return answer(f"bench {name}", lambda: measure(f"bench {name}", import_module(f"{__name__}.{name}"), words))
 
 
-def measure(name: str, words: list[str]) -> None:
-    """Run a suite, append each row to out=FILE if given, and print all of them."""
-    suite = import_module(f"ringattn.launch.bench.{name}")
+def measure(name: str, suite: Any, words: list[str]) -> None:
+    """Run a suite, print each row and append it to out=FILE if given, and print all of them."""
     keys = dataclasses.make_dataclass("Keys", [("out", str | None, OUT)], bases=(suite.Options,))
     if any(w in ("-h", "--help") for w in words):
-        print(usage(f"bench {name}", suite.__doc__ or "", keys))
+        print(usage(name, suite.__doc__, keys))
         return
     chosen = values(words, keys)
     out = chosen.pop("out", None)
     options = suite.Options(**chosen)
-    check(options, sized=bool({"tokens", "settings"} & set(chosen)))
+    check(options)
     file = writable(Path(out)) if out else None
     about = run_ranks(stamp, 1)[0] if file else {}  # in a process that ends: to ask for a GPU's name takes its memory
     rows = []
     with ExitStack() as stack:
         lines = stack.enter_context(file.open("a")) if file else None
         for row in suite.run(options):
+            print("  ".join(f"{n}={cell(row.get(n))}" for n in suite.COLUMNS), file=sys.stderr, flush=True)
             rows.append({**about, **row})
             if lines:
                 lines.write(json.dumps(rows[-1]) + "\n")
@@ -73,24 +75,20 @@ def measure(name: str, words: list[str]) -> None:
     print(table(rows, [*suite.COLUMNS, *dict.fromkeys(more)]))
 
 
-def check(options: Any, sized: bool) -> None:
-    """A ValueError for heads that do not divide, missing GPUs, and a GPU's sizes on a CPU if none are given."""
+def check(options: Any) -> None:
+    """A ValueError for heads that do not divide, missing GPUs, and the lengths for GPUs on a CPU."""
     import torch
 
     fields = {f.name: f for f in dataclasses.fields(options)}
     if "kv_heads" in fields and options.heads % options.kv_heads:
         raise ValueError(f"{options.kv_heads} key heads do not divide {options.heads} query heads")
-    if "device" not in fields:
-        return
-    size = "settings=auto/1024/4/2/causal" if "settings" in fields else "tokens=1024"
-    small = " ".join([f"device=cpu {size}", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
-    gpus, most = torch.cuda.device_count(), getattr(options, "ranks", 1)
-    if options.device == "cuda" and most and not gpus:
-        raise ValueError(f"device=cuda, and torch sees no GPU here; on a CPU use {small}")
-    if options.device == "cuda" and most > gpus:
-        raise ValueError(f"ranks={most} need a GPU each, and torch sees {gpus} here; use ranks={gpus}")
-    if options.device == "cpu" and default_of(fields["device"]) != "cpu" and not sized:
-        raise ValueError(f"without {size.split('=')[0]}= the lengths are a GPU's; on a CPU use {small}")
+    gpus, asked = torch.cuda.device_count(), getattr(options, "ranks", 1)
+    size = "settings" if "settings" in fields else "tokens"
+    short = "settings=auto/1024/4/2/causal" if size == "settings" else "tokens=1024"
+    if "device" in fields and options.device == "cuda" and asked > gpus:
+        raise ValueError(f"ranks={asked} need a GPU each, and torch sees {gpus}; on a CPU use device=cpu {short}")
+    if "device" in fields and options.device == "cpu" and getattr(options, size) == default_of(fields[size]):
+        raise ValueError(f"without {size}= the lengths are a GPU's; on a CPU use device=cpu {short}")
 
 
 def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) -> Iterator[Row]:
@@ -101,33 +99,9 @@ def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) 
     same = {n: x for n, x in dataclasses.asdict(options).items() if n not in NOT_IN_ROWS and not isinstance(x, list)}
     ranks, backend = options.ranks, "nccl" if options.device == "cuda" else "gloo"
     print(f"measuring {ranks} rank{'s' * (ranks > 1)} on {options.device} ...", file=sys.stderr, flush=True)
-    for measured in each(one_rank, ranks, rows, options, backend=backend, timeout=options.timeout):
+    for measured in each(rows, ranks, options, backend=backend, timeout=options.timeout):
         row = {"suite": rows.__module__.rpartition(".")[2], **same, **measured[0]}
         yield row | {n: max(m[n] for m in measured) for n in worst if row[n] is not None}
-
-
-def one_rank(rows: Callable[[Any], Iterator[Row]], options: Any) -> Iterator[Row]:
-    """The rows of one rank. Rank 0 prints each to stderr right away; the table comes after all rows."""
-    import torch.distributed as dist
-
-    for row in rows(options):
-        if dist.get_rank() == 0:
-            text = "  ".join(f"{name}={cell(value)}" for name, value in row.items())
-            print(f"rank 0:  {text}", file=sys.stderr, flush=True)
-        yield row
-
-
-def table(rows: list[Row], columns: Sequence[str]) -> str:
-    """The rows as aligned text; numbers to four significant places."""
-    cells = [[*columns], *([cell(row.get(c)) for c in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in cells)
-
-
-def cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def stamp() -> dict[str, str]:

@@ -10,21 +10,21 @@ them, timed in the same run.
     whole    prefill in one chunk
     chunks   prefill in chunks of `chunk` tokens
 
-Times are medians, of the slowest rank; `ratio` is the floor over the time. The peak is above the inputs and the cache,
-which all ways of prefill have. With ranks=1 one device holds the whole cache.
+Times are medians, of the slowest rank, until it is done; `ratio` is the floor over the time. The peak is above the
+inputs and the cache, which all ways of prefill have. With ranks=1 one device holds the whole cache.
 """
 
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 import ringattn as ra
 from ringattn.launch.bench import Row, over_ranks
-from ringattn.launch.bench.timing import captured, copy_rate, draws, dtype_on, elapsed_ms, held, meet, together
+from ringattn.launch.bench.timing import copy_rate, draws, dtype_on, held, median_ms, together
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "ranks", "transport", "way", "moves", "ms", "floor_ms", "ratio", "peak_mib"]
@@ -72,23 +72,19 @@ def measured(options: Options) -> Iterator[Row]:
     ways = [way for way in WAYS if way in options.ways and (way != "graph" or options.device == "cuda")]
     rate = copy_rate(options.device) if {*ways} & {*DECODED} else 0.0
     nbytes = 2 * options.batch * options.kv_heads * options.head_dim * dtype_on(options.device).itemsize  # of a token
-    for tokens in options.tokens:
-        for transport in options.transports:
-            how: Any = {"transport": ra.Transport(by=transport)}
-            about = {"tokens": tokens, "transport": transport, "moves": None, "peak_mib": None, "floor_ms": None}
-            for way in ways:
-                if way in DECODED:
-                    step = steps(options, ra.plan(mesh, seq_len=1, **how), tokens)
-                    floor = nbytes * tokens / options.ranks / rate * 1e3
-                    yield {**about, "way": way, "ms": decoded(step, way, options), "floor_ms": floor}
-                    continue
-                for move in options.moves if way == "chunks" else ["auto"]:
-                    chunk = min(options.chunk, tokens) if way == "chunks" else tokens
-                    yield {
-                        **about,
-                        "way": way,
-                        **prefilled(options, ra.plan(mesh, seq_len=chunk, **how), way, move, tokens),
-                    }
+    for tokens, transport, way in product(options.tokens, options.transports, ways):
+        for move in options.moves if way == "chunks" else ["auto"]:
+            row: Row = {"tokens": tokens, "transport": transport, "way": way, "moves": None, "peak_mib": None}
+            by = ra.Transport(by=transport)
+            if way in DECODED:
+                step = steps(options, ra.plan(mesh, seq_len=1, transport=by), tokens)
+                calls = 1 if way == "decode" else CALLS
+                row["ms"] = median_ms(step, options.repeats, graph=way == "graph", calls=calls)
+                yield row | {"floor_ms": nbytes * tokens / options.ranks / rate * 1e3}
+                continue
+            chunk = min(options.chunk, tokens) if way == "chunks" else tokens
+            plan = ra.plan(mesh, seq_len=chunk, transport=by)
+            yield row | {"floor_ms": None, **prefilled(options, plan, way, move, tokens)}
 
 
 def cache_of(options: Any, plan: Any, max_len: int, batch: int = 1) -> Any:
@@ -110,38 +106,24 @@ def steps(options: Options, plan: Any, tokens: int) -> Callable[[], Any]:
     return lambda: ra.decode(q, k, v, cache)
 
 
-def decoded(step: Callable[[], Any], way: str, options: Options) -> float:
-    """Milliseconds of a token; all ranks start together."""
-    call, calls = captured(step) if way == "graph" else step, 1 if way == "decode" else CALLS
-    times = []
-    for _ in range(2 + options.repeats):
-        meet()
-        times.append(elapsed_ms(call, calls, options.device))
-    return statistics.median(times[2:])
-
-
 def prefilled(options: Options, plan: Any, way: str, move: str, tokens: int) -> Row:
     """Time and peak of a prompt; `moves` says what travelled for the first and the last chunk."""
     prompt = [draws(options, plan.local_len) for _ in range(tokens // plan.seq_len)]  # this rank's part of each chunk
     times = []
+
+    @torch.no_grad()
+    def whole() -> None:
+        for q, k, v in prompt:
+            if way == "ring":
+                ra.attention(q, k, v, plan)
+                continue
+            moved.append(cache.moves(plan, q.shape[2]).way if move == "auto" else move)
+            ra.prefill(q, k, v, plan, cache, move=moved[-1])
+
     for _ in range(1 + options.repeats):  # the first one warms up
         cache, moved = cache_of(options, plan, tokens), list[str]()
-        how = partial(at_once, prompt) if way == "ring" else partial(in_chunks, prompt, cache, move, moved)
         memory = held(options.device)
-        times.append(together(partial(how, plan)))
+        times.append(together(whole))
     ends = dict.fromkeys([*moved[:1], *moved[-1:]])
     ms = statistics.median(times[1:]) * 1e3
     return {"ms": ms, "peak_mib": memory.grown() / 2**20, "moves": "-".join(ends) or "keys"}
-
-
-def at_once(prompt: list[Any], plan: Any) -> None:
-    [(q, k, v)] = prompt
-    with torch.no_grad():
-        ra.attention(q, k, v, plan)
-
-
-def in_chunks(prompt: list[Any], cache: Any, move: str, moved: list[str], plan: Any) -> None:
-    """Every chunk after the other; `moved` gets what travelled for each."""
-    for q, k, v in prompt:
-        moved.append(cache.moves(plan, q.shape[2]).way if move == "auto" else move)
-        ra.prefill(q, k, v, plan, cache, move=moved[-1])

@@ -1,37 +1,53 @@
-"""One GPU: what `kernel="auto"` runs and our kernels, beside cuDNN, FlashAttention 2 and 4 and FlexAttention, in turns.
+"""One GPU: attention by our kernels, beside FlashAttention-4 and FlexAttention as their users call them, in turns.
 
-`auto` is `ra.attention`; the others are kernels alone. Calls alternate, so all have the same clock; `over_NAME` is
-NAME's time over ours. Useful work is what the mask lets through: 4 D H flops of a pair forward, 2.5 times that
-backward. Of short calls the host takes all of the time. With rule=gated, delta or kimi it is linear attention, beside
-flash-linear-attention: `triton` is the kernels alone, `auto` is `ra.linear_attention`; its figure is tokens a
+`auto` and the names of our kernels are `ra.attention(kernel=NAME)`; `fa4` and `flex` are the libraries alone. Calls
+alternate, so all have the same clock; `over_NAME` is the median of NAME's time over ours. Useful work is what the mask
+lets through: 4 D H flops of a pair forward, 2.5 times that backward. Of short calls the host takes all of the time.
+With rule=gated, delta or kimi it is linear attention, beside flash-linear-attention (`fla`); its figure is tokens a
 microsecond. A decode is timed by `bench inference ranks=1`.
 """
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+import ringattn as ra
+from ringattn import kernels
 from ringattn.conf.keys import nearest
+from ringattn.kernels.linear import TABLE as LINEAR
 from ringattn.launch.bench import Row
 from ringattn.launch.bench.masks import WORDS, Case, asked_by, case_of
-from ringattn.launch.bench.peers import ATTENTION, LINEAR, OURS, Inputs, Passes, inputs, linear_inputs
-from ringattn.launch.bench.timing import RULE, finish, held, in_turns
+from ringattn.launch.bench.ring import FLOPS
+from ringattn.launch.bench.timing import (
+    RULE,
+    Passes,
+    attention_passes,
+    draws,
+    finish,
+    held,
+    in_turns,
+    linear_draws,
+    linear_passes,
+    passes,
+)
 from ringattn.launch.words import option
+from ringattn.masks.bands import bounds_at, families
 
-COLUMNS = ["tokens", "mask", "impl", "pass", "ms", "tflops", "tokens_per_us", "peak_gib"]
+COLUMNS = ["tokens", "mask", "impl", "mode", "ms", "tflops", "tokens_per_us", "peak_gib"]
 DEFAULT = {
-    ("softmax", "cuda"): ["auto", "triton", "flex", "cudnn", "flash", "fa4"],
-    ("softmax", "cpu"): ["auto", "sdpa_cpu", "tiled"],
-    ("linear", "cuda"): ["auto", "triton", "fla"],
-    ("linear", "cpu"): ["auto", "chunkwise"],
-}
-BACKWARD = 2.5  # times the flops of forward
+    (True, "cuda"): ["auto", "triton", "flex", "cudnn", "flash", "fa4"],
+    (True, "cpu"): ["auto", "sdpa_cpu", "tiled"],
+    (False, "cuda"): ["auto", "triton", "fla"],
+    (False, "cpu"): ["auto", "chunkwise"],
+}  # of softmax or linear attention, and a device
 
 
 @dataclass
@@ -39,96 +55,154 @@ class Options:
     tokens: list[int] = option([8192, 32768], "lengths")
     mask: list[str] = option(["causal"], WORDS)
     rule: str = RULE
-    impls: list[str] | None = option(
-        None, f"which contestants: {','.join(ATTENTION)}; of linear rules {','.join(LINEAR)}"
-    )
+    impls: list[str] | None = option(None, "which contestants: auto, flex, fla, names of kernels")
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
     head_dim: int = option(128, "head dim")
     device: str = option("cuda", "where it runs", among=("cuda", "cpu"))
-    backward: bool = option(True, "time the backward as well")
+    backward: bool = option(True, "time forward and backward as well")
     rounds: int = option(20, "rounds, in each of which every contestant runs once", least=1)
 
     def __post_init__(self) -> None:
         for mask in self.mask:
             asked_by(mask, max(self.tokens))
-        there = self.contestants
-        self.impls = self.impls or DEFAULT["softmax" if self.rule == "softmax" else "linear", self.device]
+        softmax = self.rule == "softmax"
+        self.impls = self.impls or DEFAULT[softmax, self.device]
+        names = ["auto", *(kernel.name for kernel in (kernels.TABLE if softmax else LINEAR))]
+        names += ["flex"] if softmax else ["fla"]
         for name in self.impls:
-            if name not in there:
+            if name not in names:
                 raise ValueError(
-                    f"impls={name}: no such contestant{nearest(name, there)}; there are {', '.join(there)}"
+                    f"impls={name}: no such contestant{nearest(name, names)}; there are {', '.join(names)}"
                 )
-
-    @property
-    def contestants(self) -> dict[str, Callable[[Inputs], Passes]]:
-        return ATTENTION if self.rule == "softmax" else LINEAR
 
 
 def run(options: Options) -> Iterator[Row]:
-    about = {"suite": "kernels", "rule": options.rule, "heads": options.heads, "head_dim": options.head_dim}
+    about = {"suite": "kernels", "rule": options.rule, "heads": options.heads, "kv_heads": options.kv_heads}
     for mask, tokens in product(options.mask, options.tokens):
         case = case_of(mask, tokens)
         for row in rows_of(case, options):
-            yield {**about, "kv_heads": options.kv_heads, "tokens": case.tokens, "mask": mask, **row}
+            yield {**about, "head_dim": options.head_dim, "tokens": case.tokens, "mask": mask, **row}
 
 
-def rows_of(case: Case, options: Options) -> list[Row]:
-    """A row a contestant and pass: medians over the rounds of its time, the figure, and its peak memory.
-
-    In our rows `over_NAME` is the median of NAME's time over ours: above 1, ours is faster.
-    """
-    softmax = options.rule == "softmax"
-    given = (inputs if softmax else linear_inputs)(case, options)
-    contestants = entered(options, given)
-    work = 4 * options.head_dim * options.heads * case.pairs / 1e9 if softmax else case.tokens / 1e3
-    more = BACKWARD if softmax else 1.0
-    amounts = {"forward": work, "backward": more * work, "both": (1 + more if softmax else 1.0) * work}
-    rows = []
-    for what in amounts if options.backward else ["forward"]:
-        calls = {name: passes[what] for name, passes in contestants.items()}
+def rows_of(case: Case, options: Options) -> Iterator[Row]:
+    """A row a contestant and mode: the median over the rounds, its figure, and its peak memory."""
+    contestants = {name: calls for name in options.impls or () if (calls := entered(name, case, options))}
+    for mode in FLOPS if options.backward else ["forward"]:
+        calls = {name: each[mode] for name, each in contestants.items()}
         times = in_turns(calls, options.rounds, options.device)
         for name, own in times.items():
             ms = statistics.median(own)
-            figure = {"tflops" if softmax else "tokens_per_us": amounts[what] / ms}
-            row = {"impl": name, "pass": what, "ms": ms, **figure, "peak_gib": peak_gib(contestants[name][what])}
-            for other in times if name in OURS else ():
+            row: Row = {"impl": name, "mode": mode, "ms": ms, "peak_gib": peak_gib(calls[name], options.device)}
+            if options.rule == "softmax":
+                row["tflops"] = FLOPS[mode] * case.pairs * options.heads * options.head_dim / ms / 1e9
+            else:
+                row["tokens_per_us"] = case.tokens / ms / 1e3
+            for other in times if name not in PEERS else ():
                 if other != name:
-                    ratios = [x / y for x, y in zip(times[other], own, strict=True)]
-                    row[f"over_{other}"] = statistics.median(ratios)
-            rows.append(row)
-    return rows
+                    row[f"over_{other}"] = statistics.median(x / y for x, y in zip(times[other], own, strict=True))
+            yield row
 
 
-def entered(options: Options, given: Inputs) -> dict[str, Passes]:
-    """The passes of every contestant; if one refuses, or a peer's own code fails, the reason is printed instead."""
-    there = {}
-    for name in options.impls or ():
-        try:
-            passes = options.contestants[name](given)
-            passes["both"] = partial(both, passes)
-            passes["both" if options.backward else "forward"]()
-            there[name] = passes
-        except NotImplementedError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-        except Exception as error:
-            if name in OURS:
-                raise
-            print(f"{name} failed: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-    return there
+def entered(name: str, case: Case, options: Options) -> Passes | None:
+    """The passes of a contestant; if it refuses, or a peer's own code fails, the reason is printed instead."""
+    try:
+        calls = PEERS[name](case, options) if name in PEERS else ours(name, case, options)
+        calls["forward+backward" if options.backward else "forward"]()
+        return calls
+    except NotImplementedError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+    except Exception as error:
+        if name not in PEERS:
+            raise
+        print(f"{name} failed: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+    return None
 
 
-def both(passes: Passes) -> None:
-    passes["forward"]()
-    passes["backward"]()
-
-
-def peak_gib(function: Callable[[], Any]) -> float | None:
+def peak_gib(call: Any, device: str) -> float | None:
     """What a call allocates at its peak, beyond its inputs."""
-    if not torch.cuda.is_available():
+    if device != "cuda":
         return None
     finish()
     memory = held("cuda")
-    function()
+    call()
     finish()
     return memory.grown() / 2**30
+
+
+def ours(kernel: str, case: Case, options: Options) -> Passes:
+    """`ra.attention` or `ra.linear_attention` by this kernel."""
+    if options.rule != "softmax":
+        return linear_passes(options, ra.plan(seq_len=case.tokens), kernel, docs=case.asked.get("docs"))
+    sizes: dict[str, Any] = {"heads": (options.heads, options.kv_heads), "head_dim": options.head_dim}
+    return attention_passes(options, ra.plan(seq_len=case.tokens, kernel=kernel, **sizes, **case.asked), **case.asked)
+
+
+@lru_cache(maxsize=1)
+def compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(case: Case, options: Options) -> Passes:
+    """FlexAttention under torch.compile, with the intervals of the case as its block mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    bands = families(case.asked["spec"], case.tokens, docs=case.asked.get("docs"))
+    if options.device != "cuda" or len(bands) > 1:
+        raise NotImplementedError("FlexAttention is compared on GPUs only, by masks of one interval a query")
+    begin, end = (torch.from_numpy(x[0]).cuda() for x in bounds_at(bands[0], np.arange(case.tokens)))
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (begin[i] <= j) & (j < end[i])
+
+    mask = create_block_mask(seen, None, None, case.tokens, case.tokens, device="cuda")
+    *leaves, dout = (x.detach().transpose(1, 2).contiguous() for x in draws(options, case.tokens, "qkvo"))
+    q, k, v = (x.requires_grad_() for x in leaves)
+    return passes(lambda: compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True), (q, k, v), dout)
+
+
+def fa4(case: Case, options: Options) -> Passes:
+    """FlashAttention-4, with its own window and its own packed documents."""
+    spec, docs = case.asked["spec"], case.asked.get("docs")
+    if spec.chunk or spec.first or not (docs is None or docs.plain):
+        raise NotImplementedError("FlashAttention-4 alone has causal and full masks, windows and packed documents")
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    q, k, v, dout = draws(options, case.tokens, "qkvo")
+    how: dict[str, Any] = {"softmax_scale": options.head_dim**-0.5, "causal": spec.causal and spec.window is None}
+    if docs is not None:  # tokens in one row, [tokens, H, D]
+        q, k, v, dout = (x.flatten(0, 1) for x in (q, k, v, dout))
+        starts = torch.from_numpy(docs.starts[0].astype(np.int32)).to(q.device)
+        longest = int(np.diff(docs.starts[0]).max())
+        how |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    if spec.window is not None:
+        how |= {"window_size_left": spec.window - 1, "window_size_right": 0}
+
+    def forward() -> Any:
+        return _flash_attn_fwd(q, k, v, return_lse=True, **how)
+
+    def both() -> Any:
+        out, lse = forward()[:2]
+        return _flash_attn_bwd(q, k, v, out, dout, lse, **how)
+
+    return {"forward": forward, "forward+backward": both}
+
+
+def fla(case: Case, options: Options) -> Passes:
+    """flash-linear-attention as its users call it."""
+    if "docs" in case.asked:
+        raise NotImplementedError("compared without documents")
+    if options.rule == "gated":
+        from fla.ops.gla import chunk_gla as attend
+    elif options.rule == "delta":
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as attend
+    else:
+        from fla.ops.kda import chunk_kda as attend
+    (q, k, v, g, beta), dout = linear_draws(options, case.tokens)
+    how = {"scale": options.head_dim**-0.5, **({} if beta is None else {"beta": beta})}
+    return passes(lambda: attend(q, k, v, g, **how)[0], (q, k, v, g, beta), dout)
+
+
+PEERS: dict[str, Any] = {"flex": flex, "fa4": fa4, "fla": fla}  # whose errors are no bugs here

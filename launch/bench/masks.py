@@ -1,4 +1,4 @@
-"""The masks of benchmarks, by their words: which (query, key) pairs are useful, and what attention takes for them."""
+"""Masks and packed documents by their words: which (query, key) pairs are useful, and what attention takes for them."""
 
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ringattn as ra
-from ringattn.launch.packed import drawn
 from ringattn.masks.bands import bounds_at, families
 
+DRAWN = "lognormal:MEDIAN:SIGMA or pareto:ALPHA:LEAST"
 LONG = (65536, 1024, 8192, 2048, 16384, 4096, 1024, 2048, 8192, 4096, 2048, 1024, 8192, 4096, 2048, 1024)
 SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)
 MIXES: dict[str, tuple[int, ...]] = {"long": LONG, "short": SHORT}  # of 131072 tokens
@@ -98,3 +98,28 @@ KINDS: dict[str, Any] = {
     "shared": tree,
     "branches": lambda tokens, prefix, branch, count: packed([prefix + branch] * count),
 }
+
+
+def lengths_of(given: tuple[int, ...] | str, seq_len: int, seed: int = 0) -> list[int]:
+    """These lengths, or those of as many documents as fill the sequence; the same for a seed."""
+    lengths = drawn(given, seq_len, seed) if isinstance(given, str) else list(given)
+    if sum(lengths) > seq_len:
+        raise ValueError(f"docs= holds {sum(lengths)} tokens, more than seq_len={seq_len}")
+    return lengths
+
+
+def drawn(mix: str, seq_len: int, seed: int) -> list[int]:
+    """Random lengths of a mix, whose sum is `seq_len`."""
+    kind, *numbers = mix.split(":")
+    try:
+        first, second = map(float, numbers)
+    except ValueError:
+        first = second = 0.0
+    if kind not in ("lognormal", "pareto") or not (0 < first < np.inf and 0 < second < np.inf):
+        raise ValueError(f"docs={mix}: give lengths, as in docs=4000,200, or {DRAWN}, numbers above 0")
+    random, lengths, left = np.random.default_rng(seed), [], seq_len
+    while left:
+        n = random.lognormal(np.log(first), second) if kind == "lognormal" else (random.pareto(first) + 1) * second
+        lengths.append(min(left, max(1, int(min(n, seq_len)))))
+        left -= lengths[-1]
+    return lengths

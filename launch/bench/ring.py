@@ -3,10 +3,10 @@
 The floor of a causal or full mask is one call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query,
 key) pairs as a rank has of the whole. The floor of other masks is the whole sequence on one device, divided by the
 ranks. Only pairs that the mask leaves count as flops. The floor is the mean of its times before and after, since a GPU
-may slow down as it warms up. Times are medians, of the slowest rank in the table, of rank 0 in the lines that come
-before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients and lse, and `MB` what the
-busiest rank sends in a call, in millions of bytes. With rule=gated, delta or kimi it is linear attention, whose floor
-is a rank's tokens alone, and whose states travel as `scan` says.
+may slow down as it warms up. Times are medians, of the slowest rank. `peak` is the memory of forward and backward over
+q, k, v, out, their gradients and lse, and `MB` what the busiest rank sends in a call, in millions of bytes. With
+rule=gated, delta or kimi it is linear attention, whose floor is a rank's tokens alone, and whose states travel as
+`scan` says.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,19 +20,19 @@ from ringattn.launch.bench.masks import WORDS, Case, asked_by, case_of
 from ringattn.launch.bench.timing import (
     IN_A_ROW,
     RULE,
+    Passes,
     attention_passes,
     dtype_on,
     finish,
     held,
     linear_passes,
     median_ms,
-)  # fmt: skip
+)
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "route", "mode", "ms", "floor_ms", "ratio", "tflops",
            "peak", "MB"]  # fmt: skip
 FLOPS = {"forward": 4, "forward+backward": 14}  # flops of a pair, a head and a dim
-Passes = dict[str, Callable[[], Any]]
 
 
 @dataclass
@@ -83,10 +83,10 @@ def measured(options: Options) -> Iterator[Row]:
         case = case_of(mask, tokens)
         rows: list[Row] = []
         before = floor(options, case) if options.floor else {}
-        for who, about, plan, calls in contestants(options, mesh, case):
+        for about, plan, calls in contestants(options, mesh, case):
             for mode in options.modes:
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim
-                row = {"tokens": case.tokens, "mask": mask, "who": who, **about, "mode": mode}
+                row = {"tokens": case.tokens, "mask": mask, **about, "mode": mode}
                 row |= {"flops": flops if options.rule == "softmax" else None, "ms": timed(calls[mode], options)}
                 rows.append(row | counted(options, case, mode, plan, calls[mode]))
             del calls
@@ -100,7 +100,7 @@ def floor(options: Options, case: Case) -> dict[str, float]:
     """Milliseconds of each mode with as much work as a rank has, and no communication."""
     share = 1
     if options.rule != "softmax":
-        calls = linear_passes(options, ra.plan(seq_len=case.tokens // options.ranks), "auto")
+        calls = linear_passes(options, ra.plan(seq_len=case.tokens // options.ranks), options.kernel)
     else:
         length = round(case.tokens / options.ranks**0.5) if case.plain else case.tokens
         share = 1 if case.plain else options.ranks
@@ -108,26 +108,26 @@ def floor(options: Options, case: Case) -> dict[str, float]:
     return {mode: timed(calls[mode], options) / share for mode in options.modes}
 
 
-def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, dict[str, str], Any, Passes]]:
-    """(who, what about it, its plan, what is timed), each with the memory to itself."""
-    for transport in options.transports:
-        for layout in options.layout:
-            plan = ra.plan(
-                mesh, seq_len=case.tokens, heads=(options.heads, options.kv_heads), head_dim=options.head_dim,
-                strategy=options.strategy, layout=layout, **case.asked,
-                kernel=options.kernel if options.rule == "softmax" else "auto",
-                transport=ra.Transport(
-                    options.route, together=options.together or None, groups=options.groups or None, by=transport
-                ),
-            )  # fmt: skip
-            axis = plan.axes.ring if plan.ring > 1 else plan.axes.ulysses
-            about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.transport.route}
-            if options.rule == "softmax":
-                yield axis.by, about, plan, attention_passes(options, plan, **case.asked)
-                continue
-            for scan in options.scan:
-                about = {"strategy": options.rule, "layout": plan.layout, "route": scan}
-                yield axis.by, about, plan, linear_passes(options, plan, scan, case.asked.get("docs"))
+def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[Row, Any, Passes]]:
+    """(what about it, its plan, what is timed), each with the memory to itself."""
+    softmax = options.rule == "softmax"
+    sizes: dict[str, Any] = {"heads": (options.heads, options.kv_heads), "head_dim": options.head_dim}
+    sizes["kernel"] = options.kernel if softmax else "auto"
+    for transport, layout in product(options.transports, options.layout):
+        how = ra.Transport(
+            options.route, together=options.together or None, groups=options.groups or None, by=transport
+        )
+        plan = ra.plan(
+            mesh, seq_len=case.tokens, strategy=options.strategy, layout=layout, transport=how, **sizes, **case.asked
+        )
+        axis = plan.axes.ring if plan.ring > 1 else plan.axes.ulysses
+        about = {"who": axis.by, "strategy": plan.strategy, "layout": plan.layout, "route": plan.transport.route}
+        if softmax:
+            yield about, plan, attention_passes(options, plan, **case.asked)
+            continue
+        for scan in options.scan:
+            calls = linear_passes(options, plan, options.kernel, scan, case.asked.get("docs"))
+            yield {**about, "strategy": options.rule, "route": scan}, plan, calls
 
 
 def counted(options: Options, case: Case, mode: str, plan: Any, call: Callable[[], Any]) -> Row:

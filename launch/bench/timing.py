@@ -19,6 +19,7 @@ RULES = ("softmax", "gated", "delta", "kimi")
 RULE: Any = option(
     "softmax", "attention, or linear attention by this rule: all of its heads are query heads", among=RULES
 )
+Passes = dict[str, Callable[[], Any]]
 IN_A_ROW: Any = option(1, "calls in a row, of which one is timed: as in a model, the host launches ahead")
 
 
@@ -53,30 +54,26 @@ def linear_draws(options: Any, tokens: int) -> tuple[list[Any], Tensor]:
     return [x if x is None else x.requires_grad_() for x in (q, k, v, g, beta)], dout
 
 
-def passes(attend: Callable[[], Any], leaves: Sequence[Any], dout: Any) -> dict[str, Callable[[], Any]]:
+def passes(attend: Callable[[], Any], leaves: Sequence[Any], dout: Any) -> Passes:
     """What is timed: one forward pass, and one with its backward."""
+    given = [x for x in leaves if x is not None]
     return {
         "forward": torch.no_grad()(attend),
-        "forward+backward": lambda: torch.autograd.grad(attend(), leaves, dout),
+        "forward+backward": lambda: torch.autograd.grad(attend(), given, dout),
     }
 
 
-def attention_passes(options: Any, plan: Any, **asked: Any) -> dict[str, Callable[[], Any]]:
+def attention_passes(options: Any, plan: Any, **asked: Any) -> Passes:
     """The passes of attention by a plan, on random data of this rank."""
     q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
     return passes(lambda: ra.attention(q, k, v, plan, **asked), (q, k, v), dout)
 
 
-def linear_passes(options: Any, plan: Any, scan: str, docs: Any = None) -> dict[str, Callable[[], Any]]:
+def linear_passes(options: Any, plan: Any, kernel: str, scan: str = "auto", docs: Any = None) -> Passes:
     """The same of linear attention, whose states travel by `scan`."""
     (q, k, v, g, beta), dout = linear_draws(options, plan.local_len)
-
-    def attend() -> Any:
-        return ra.linear_attention(
-            q, k, v, g, plan, beta=beta, scan=scan, kernel=options.kernel, docs=docs, check=False
-        )
-
-    return passes(attend, [x for x in (q, k, v, g, beta) if x is not None], dout)
+    how: dict[str, Any] = {"beta": beta, "scan": scan, "kernel": kernel, "docs": docs, "check": False}
+    return passes(lambda: ra.linear_attention(q, k, v, g, plan, **how), (q, k, v, g, beta), dout)
 
 
 def held(device: str) -> metrics.Memory:
@@ -120,53 +117,6 @@ def median_ms(call: Callable[[], Any], repeats: int, warmup: int = 2, graph: boo
     return statistics.median(together(call, calls) * 1e3 for _ in range(repeats))
 
 
-def copy_rate(device: str) -> float:
-    """Bytes a second, read and written, of a plain copy of half a GiB; of less on a CPU."""
-    a = torch.empty(1 << (29 if device == "cuda" else 25), dtype=torch.uint8, device=device).random_()
-    b = torch.empty_like(a)
-    b.copy_(a)
-    return 2e3 * a.nbytes / statistics.median(elapsed_ms(lambda: b.copy_(a), 4, device) for _ in range(10))
-
-
-def elapsed_ms(call: Callable[[], Any], calls: int = 1, device: str = "cuda") -> float:
-    """Milliseconds of one of `calls` calls in a row, from the first one to the end of what the last one started."""
-    if device != "cuda":
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter() - begin) * 1e3 / calls
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
-
-
-def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round, after two calls to warm up. Rounds begin with another call in turn."""
-    for call in calls.values():
-        call()
-        call()
-    names, times = list(calls), {name: [] for name in calls}  # type: tuple[list[str], dict[str, list[float]]]
-    for first in range(rounds):
-        order = [names[(first + i) % len(names)] for i in range(len(names))]
-        if device != "cuda":
-            for name in order:
-                times[name].append(elapsed_ms(calls[name], device=device))
-            continue
-        stamps = [torch.cuda.Event(enable_timing=True) for _ in range(len(names) + 1)]
-        stamps[0].record()
-        for name, stamp in zip(order, stamps[1:], strict=True):
-            calls[name]()
-            stamp.record()
-        finish()  # once a round: in between the GPU never waits for the host
-        for name, start, end in zip(order, stamps, stamps[1:], strict=False):
-            times[name].append(start.elapsed_time(end))
-    return times
-
-
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     """The call as one CUDA graph."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -177,3 +127,46 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
     return graph.replay
+
+
+def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
+    """Milliseconds of each call in each round, on this rank alone, after two calls to warm up.
+
+    Rounds begin with another call in turn. The GPU waits for the host once a round, never between calls.
+    """
+    for call in calls.values():
+        call()
+        call()
+    finish()
+    names, times = list(calls), {name: [] for name in calls}  # type: tuple[list[str], dict[str, list[float]]]
+    for number in range(rounds):
+        first = number % len(names)
+        order, stamps = names[first:] + names[:first], [stamp(device)]
+        for name in order:
+            calls[name]()
+            stamps.append(stamp(device))
+        finish()
+        for name, start, end in zip(order, stamps, stamps[1:], strict=False):
+            times[name].append(start.elapsed_time(end) if device == "cuda" else (end - start) * 1e3)
+    return times
+
+
+def stamp(device: str) -> Any:
+    """The time at which the device gets here."""
+    if device != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def alone_ms(call: Callable[[], Any], rounds: int, device: str) -> float:
+    """The median in milliseconds of this rank alone."""
+    return statistics.median(in_turns({"": call}, rounds, device)[""])
+
+
+def copy_rate(device: str) -> float:
+    """Bytes a second, read and written, of a plain copy of half a GiB; of less on a CPU."""
+    a = torch.empty(1 << (29 if device == "cuda" else 25), dtype=torch.uint8, device=device).random_()
+    b = torch.empty_like(a)
+    return 2e3 * a.nbytes / alone_ms(lambda: b.copy_(a), 10, device)

@@ -18,8 +18,8 @@ import numpy as np
 
 from ringattn import choosing
 from ringattn.choosing import elsewhere, factored
-from ringattn.launch.commands.drawn_mask import drawn
-from ringattn.launch.packed import MIXES, holdings, lengths_of
+from ringattn.launch.bench.masks import DRAWN, lengths_of
+from ringattn.launch.commands.drawings import cells, holdings
 from ringattn.launch.words import option
 from ringattn.masks.bands import families
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -68,7 +68,7 @@ class Options:
     chunk: int | None = option(None, "a query sees its own block of so many positions of its document")
     first: int = option(0, "beside the window or chunk, a query sees so many first keys of its document", least=0)
     docs: tuple[int, ...] | str | None = option(
-        None, f"lengths of packed documents, the rest is padding; or {MIXES} to draw them", least=0
+        None, f"lengths of packed documents, the rest is padding; or {DRAWN} to draw them", least=0
     )
     prefix: tuple[int, ...] | None = option(None, "of each document, how many first tokens see one another", least=0)
     spans: tuple[int, ...] | None = option(
@@ -107,7 +107,7 @@ def run(options: Options) -> int:
     if options.key_len is None and not options.json:
         mask = families(spec, options.seq_len, docs=docs)
         print("\n".join(["", "who sees whom: queries downwards, keys to the right; # all, + some, . none",
-                         *drawn(mask, options.seq_len, options.seq_len)]))  # fmt: skip
+                         *cells(mask, options.seq_len, options.seq_len)]))  # fmt: skip
     if plan.ring > 1 and not options.json and plan.ring <= MAX_RING:
         print("\n".join(["", *steps(plan, spec, docs)]))
         if docs is not None:

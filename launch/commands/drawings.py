@@ -1,40 +1,33 @@
-"""Documents for `ringattn plan`: given lengths, or ones drawn as of real data; and a drawing of who holds what."""
+"""Drawings of `ringattn plan`, as text: a mask, and who holds which tokens."""
+
+from itertools import pairwise
 
 import numpy as np
 
+from ringattn.masks.bands import Families, bounds_at
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import seen_pairs
 from ringattn.plans.mask import Mask, reads_of
 from ringattn.plans.plan import Plan
 
-MIXES = "lognormal:MEDIAN:SIGMA or pareto:ALPHA:LEAST"
-WIDTH = 64  # columns of a drawing
+CELLS, SAMPLES = 32, 8  # cells of a side of a mask, and queries of a cell that are looked at
+WIDTH = 64  # columns of who holds what
 SHADES = " .:#"  # of the tokens of a column: a rank holds none, few, many, or all
 
 
-def lengths_of(given: tuple[int, ...] | str, seq_len: int, seed: int = 0) -> list[int]:
-    """These lengths, or those of as many documents as fill the sequence; the same for a seed."""
-    lengths = drawn(given, seq_len, seed) if isinstance(given, str) else list(given)
-    if sum(lengths) > seq_len:
-        raise ValueError(f"docs= holds {sum(lengths)} tokens, more than seq_len={seq_len}")
-    return lengths
-
-
-def drawn(mix: str, seq_len: int, seed: int) -> list[int]:
-    """Random lengths of a mix, whose sum is `seq_len`."""
-    kind, *numbers = mix.split(":")
-    try:
-        first, second = map(float, numbers)
-    except ValueError:
-        first = second = 0.0
-    if kind not in ("lognormal", "pareto") or not (0 < first < np.inf and 0 < second < np.inf):
-        raise ValueError(f"docs={mix}: give lengths, as in docs=4000,200, or {MIXES}, numbers above 0")
-    random, lengths, left = np.random.default_rng(seed), [], seq_len
-    while left:
-        n = random.lognormal(np.log(first), second) if kind == "lognormal" else (random.pareto(first) + 1) * second
-        lengths.append(min(left, max(1, int(min(n, seq_len)))))
-        left -= lengths[-1]
-    return lengths
+def cells(families: Families, seq_len: int, key_len: int) -> list[str]:
+    """The first row's mask in up to CELLS x CELLS cells: # all pairs are seen, + some, . none."""
+    rows, columns = (np.linspace(0, n, min(n, CELLS) + 1).astype(int) for n in (seq_len, key_len))
+    lines = []
+    for first, stop in pairwise(rows.tolist()):
+        at = np.unique(np.linspace(first, stop - 1, SAMPLES).astype(int))
+        seen = np.zeros((len(at), len(columns) - 1), int)
+        for family in families:
+            begin, end = (side[0][:, None] for side in bounds_at(family[:1], at))
+            seen += (np.minimum(end, columns[1:]) - np.maximum(begin, columns[:-1])).clip(0)
+        level = (seen > 0).max(0) + (seen == np.diff(columns)).min(0).astype(int)
+        lines.append("  " + "".join(".+#"[i] for i in level.tolist()))
+    return lines
 
 
 def holdings(plan: Plan, spec: AttentionSpec, docs: Docs) -> list[str]:
