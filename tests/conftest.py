@@ -33,6 +33,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of 
 settings.register_profile("ringattn", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("ringattn")
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # in torch 2.11 the guard of fake CUDA tensors dies with the thread that made it
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 @pytest.fixture
