@@ -196,15 +196,6 @@ def test_the_delta_rule_compiles_and_only_states_travel(scan, layout, kind):
 
 
 @needs_compiler
-def test_the_stock_kernel_compiles_in_a_ring_with_the_lse_over_all_keys():
-    plan = ra.Plan(1024, 8, 1, "ring", "contiguous", heads=(2, 1), head_dim=128, kernel="stock_splash")
-    text = ra.aot_report("v6e:2x4", plan).backward.text
-    assert "collective-permute" in text and "all-gather" not in text
-    for kernel in ("splash_mha_fwd_residuals", "splash_mha_dq_no_residuals", "splash_mha_dkv_no_residuals"):
-        assert kernel in text
-
-
-@needs_compiler
 @pytest.mark.compile
 def test_temporaries_shrink_with_the_ranks():
     eight, four = (report("v5e:2x4", "zigzag", ring, 8 * 4096 // ring).backward for ring in (8, 4))

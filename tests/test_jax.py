@@ -128,15 +128,6 @@ def test_the_tpu_kernel_interpreted_equals_dense_float64(name):
     check(case, results(case, given, kernel="splash"), oracle.dense(case, given))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["window-ring4x1-contiguous", "docs_full_window-gather2x2-zigzag"])  # with softcap
-def test_the_stock_kernel_is_a_second_opinion_on_any_fixed_mask(name):
-    """Interpreted, with the lse over all keys: the whole ring, and every gradient."""
-    case = next(c for c in CASES if str(c) == name)
-    given = oracle.inputs(case, torch.float32)
-    check(case, results(case, given, kernel="stock_splash"), oracle.dense(case, given))
-
-
 def seen_by(mask, T, S):
     """The intervals of one mask of cuDNN."""
     t = np.arange(T)

@@ -7,7 +7,6 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 from ringattn.kernels.attention import pallas, reference  # noqa: E402
-from ringattn.kernels.attention.libraries import jax_splash  # noqa: E402
 from ringattn.kernels.attention.pallas import splash  # noqa: E402
 from ringattn.kernels.attention.pallas.blocks import Blocks, Shape, blocks_for  # noqa: E402
 from ringattn.kernels.attention.pallas.worklist import (  # noqa: E402
@@ -25,7 +24,7 @@ from ringattn.kernels.attention.pallas.worklist import (  # noqa: E402
     passing,
     staying,
 )
-from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
+from ringattn.kernels.intervals import Intervals  # noqa: E402
 from ringattn.kernels.partial import NEVER, Partial  # noqa: E402
 
 SMALL = Blocks(128, 128)
@@ -159,24 +158,6 @@ def test_bfloat16_rounds_no_more_than_its_inputs_do():
     where = Intervals(jnp.zeros((1, 256), jnp.int32), jnp.arange(1, 257, dtype=jnp.int32)[None])
     found = splash.attend(q, k, v, where, scale=0.125, blocks=SMALL, interpret=True)
     assert worst(found, reference.attend(q, k, v, where, scale=0.125)) < 4e-3
-
-
-@pytest.mark.slow
-def test_the_stock_kernel_has_the_same_opinion():
-    """On random fixed intervals, two key heads for four: out, lse, and the gradients under another lse than its own."""
-    rng, rows, B, T, S, scale = np.random.default_rng(3), 2, 2, 200, 300, 64**-0.5
-    q, k, v = normal(rng, B, T, 4, 64), normal(rng, B, S, 2, 64), normal(rng, B, S, 2, 64)
-    where, dout, delta = intervals(rng, rows, T, S), normal(rng, B, T, 4, 64), normal(rng, B, T, 4)
-    sets = Sets([jax_splash.rectangles(np.asarray(where.begin), np.asarray(where.end), S)])
-    fixed = where._replace(choice=Choice(sets, 0))
-
-    def opinion(module, where, **more):
-        part = module.attend(q, k, v, where, scale=scale, softcap=None, interpret=True, **more)
-        rows = dout, part.lse + 0.5, delta
-        return part, module.attend_backward(q, k, v, where, *rows, scale=scale, softcap=None, interpret=True, **more)
-
-    found, expected = jax.jit(lambda: (opinion(splash, where, blocks=SMALL), opinion(jax_splash, fixed)))()
-    assert worst(found, expected) < 1e-6
 
 
 def test_blocks_cover_a_length_with_little_padding_and_fit_the_memory():

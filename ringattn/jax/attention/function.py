@@ -151,9 +151,8 @@ def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: Sequence[P])
     """(q, k, v, sinks), starts -> out, lse on global arrays; `tokens` is the sharding of q, k and v."""
     specs = ((tokens, tokens, tokens, P(tokens[2])), rows)
     interpreted = call.mask.plan.kernel == "splash" and call.mask.plan.device != "tpu"
-    unmarked = interpreted or call.mask.plan.kernel == "stock_splash"  # its results are not marked as varying
     free = call.mask.plan.axes.cuts is None
-    return over_mesh(partial(on_device, call), mesh, specs, (tokens, tokens), not unmarked, free)
+    return over_mesh(partial(on_device, call), mesh, specs, (tokens, tokens), not interpreted, free)
 
 
 @lru_cache(maxsize=128)

@@ -12,7 +12,7 @@ from jax import Array
 
 from ringattn.comms.jax import automatic_axes, generation
 from ringattn.jax.lookup import entry, up_to
-from ringattn.kernels.attention.libraries import jax_cudnn, jax_splash
+from ringattn.kernels.attention.libraries import jax_cudnn
 from ringattn.kernels.attention.pallas.blocks import Blocks, limit_of
 from ringattn.kernels.families import over_families_in_jax
 from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets
@@ -140,8 +140,6 @@ Cut = Callable[[np.ndarray, np.ndarray, int], tuple[Rectangle, ...] | None]
 
 def cut_of(plan: Plan) -> Cut | None:
     """Known intervals (begin, end, keys) as rectangles for the plan's kernel; None if it takes intervals."""
-    if plan.kernel == "stock_splash":
-        return jax_splash.rectangles
     return jax_cudnn.rectangles if plan.device == "cuda" else None
 
 
