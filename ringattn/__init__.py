@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ringattn.api import merge as merge
     from ringattn.api import prefill as prefill
     from ringattn.choosing import plan as plan
-    from ringattn.jax.aot import aot_report as aot_report
     from ringattn.kernels.partial import Partial as Partial
     from ringattn.layouts.balancing import balance as balance
     from ringattn.masks.slices import Mask as Mask
@@ -44,7 +43,6 @@ PUBLIC = {
     "Partial": "ringattn.kernels.partial",
     "Plan": "ringattn.plans.plan",
     "Transport": "ringattn.plans.transport",
-    "aot_report": "ringattn.jax.aot",
     "attend": "ringattn.torch.attention.one_device",
     "attention": "ringattn.api",
     "balance": "ringattn.layouts.balancing",

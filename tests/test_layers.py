@@ -91,7 +91,7 @@ def test_configuration_and_environment_stop_at_launch():
     for folder in ("ringattn", "comms", "kernels"):
         for path in python_files(folder):
             text = path.read_text()
-            if path.name in ("aot.py", "fa4.py"):  # libtpu and FA4 take some settings from the environment alone
+            if path.name == "fa4.py":  # it takes some settings from the environment alone
                 continue
             assert "os.environ" not in text and "getenv" not in text, f"{path} reads the environment"
 
