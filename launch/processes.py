@@ -256,6 +256,20 @@ def work(
         os._exit(1)
 
 
+def join(device: str) -> None:
+    """Join the ranks that torchrun started: each has a GPU, through NCCL, or all share those that are here, by gloo."""
+    import torch
+    import torch.distributed as dist
+
+    backend = "gloo"
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+        backend = "nccl" if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"
+        os.environ.setdefault(SHARING, "1")
+    dist.init_process_group(backend)
+
+
 def end_with_parent() -> None:
     """Send this rank a SIGTERM when the process that started it is gone: training saves, all else ends."""
     parent = multiprocessing.parent_process()

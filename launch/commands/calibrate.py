@@ -9,7 +9,6 @@ give that file as machine=FILE.
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ringattn.launch.processes import join
 from ringattn.launch.words import option, writable
 from ringattn.plans.machine import OWN, Link, Machine, chip_here, of_device, of_text, write
 from ringattn.plans.predict import BACKWARD
@@ -24,7 +24,6 @@ from ringattn.plans.predict import BACKWARD
 SIZES = {"cpu": (1024, 256, 512), "cuda": (16384, 4096, 8192)}  # tokens of a call, of a window, rows of a product
 HEADS, DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
 OWN_CORES = 0.9  # of the speed of one rank alone: each of those that compute at once has a core of its own
-COPIED = {"cpu": 2**24, "cuda": 2**28}  # bytes of a copy in memory
 BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a transfer
 
 
@@ -43,15 +42,13 @@ def run(options: Options) -> int:
     path = Path(options.out) if options.out else OWN
     path.parent.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    many = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if many:
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    if not many or dist.get_rank() == 0:
+    if many := int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        join(device)
+    speaks = not many or dist.get_rank() == 0
+    if speaks:
         writable(path)
     machine = (among_ranks if many else measured)(device, options.repeats, options.head_dim)
-    if not many or dist.get_rank() == 0:
+    if speaks:
         write(machine, path)
         print(f"{machine.name}: {machine.source}\nwrote {path} in {time.perf_counter() - began:.0f} s")
     if many:
@@ -70,16 +67,13 @@ def among_ranks(device: str, repeats: int, head_dim: int = 0) -> Machine:
     return machine.replace(cores=cores(machine.gpus, repeats, head_dim)) if device == "cpu" else machine
 
 
-def attention(
-    device: str, head_dim: int, tokens: int, window: int | None = None, dtype: Any = None
-) -> list[Callable[[], Any]]:
+def attention(device: str, dim: int, tokens: int, window: int | None, dtype: Any) -> list[Callable[[], Any]]:
     """A forward pass, and one with backward."""
     import torch
 
     import ringattn as ra
 
-    sizes = 1, tokens, HEADS[device], head_dim or DIM[device]
-    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    sizes = 1, tokens, HEADS[device], dim or DIM[device]
     q, k, v = (torch.randn(sizes, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     dout, forward = torch.ones_like(q), partial(ra.attention, q, k, v, spec=ra.AttentionSpec(window=window))
     return [forward, lambda: torch.autograd.grad(forward(), (q, k, v), dout)]
@@ -89,38 +83,34 @@ def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
     """This rank alone."""
     import torch
 
-    base, (long, window, rows) = of_device(device), SIZES[device]
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    from ringattn.launch.bench.timing import alone_ms, copy_rate, dtype_on
 
-    def passes(tokens: int, sees: int | None = None, dtype: Any = dtype) -> tuple[float, float]:
+    base, (long, window, rows), native = of_device(device), SIZES[device], dtype_on(device)
+
+    def passes(tokens: int, sees: int | None = None, dtype: Any = native) -> tuple[float, float]:
         """Seconds of a call, forward and backward."""
-        forward, both = (timed(call, repeats) for call in attention(device, head_dim, tokens, sees, dtype))
+        calls = attention(device, head_dim, tokens, sees, dtype)
+        forward, both = (alone_ms(call, repeats, device) / 1e3 for call in calls)
         return forward, max(1e-9, both - forward)
 
     def rate(seconds: tuple[float, float], pairs: float) -> tuple[float, float]:
         flops = 4 * HEADS[device] * (head_dim or DIM[device]) * pairs / 1e12
         return flops / max(1e-9, seconds[0] - start[0]), BACKWARD * flops / max(1e-9, seconds[1] - start[1])
 
-    start, longest = passes(8), passes(long)
-    name = "bfloat16" if device == "cuda" else "float32"
-    own = {name: rate(longest, long * (long + 1) / 2)}
+    start, whole = passes(8), long * (long + 1) / 2
+    own = {str(native).removeprefix("torch."): rate(passes(long), whole)}
     if device == "cpu":  # another kernel serves what is no few rectangles; those of GPUs have rates of their own
-        own[f"tiled/{name}"] = rate(passes(long, window), (long - window / 2) * window)
-        half = long // 2
-        own["bfloat16"] = rate(passes(half, dtype=torch.bfloat16), half * (half + 1) / 2)
-    x = torch.randn(rows, rows, dtype=dtype, device=device)
-    product = 2 * rows**3 / timed(lambda: x @ x, repeats)
-    big = torch.empty(COPIED[device], dtype=torch.uint8, device=device)
-    copy = 2 * big.numel() / timed(lambda: big.clone(), repeats)
-    chip = chip_here(device) or ""
+        own["tiled/float32"] = rate(passes(long, window), (long - window / 2) * window)
+        own["bfloat16"] = rate(passes(long, dtype=torch.bfloat16), whole)
+    x = torch.randn(rows, rows, dtype=native, device=device)
+    product = 2 * rows**3 / alone_ms(lambda: x @ x, repeats, device) / 1e9
+    chip, arch = chip_here(device) or "", tuple[int, ...]()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    arch: tuple[int, ...] = ()
     if device == "cuda":
-        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        arch = torch.cuda.get_device_capability()
+        memory, arch = torch.cuda.get_device_properties().total_memory, torch.cuda.get_device_capability()
     return base.replace(
         name=f"{chip or 'CPU'} of {platform.node()}", chip=chip, rates={**base.rates, **own},
-        products=product / 1e12, bandwidth=copy, start=start, memory=float(memory), arch=arch, cores=0.0,
+        products=product, bandwidth=copy_rate(device), start=start, memory=float(memory), arch=arch, cores=0.0,
         source=f"measured by ringattn calibrate: memory, products, {', '.join(own)}; the rest: {base.name}",
     )  # fmt: skip
 
@@ -135,12 +125,12 @@ def linked(machine: Machine, device: str, repeats: int) -> Machine:
     assert dist.group.WORLD is not None
     hosts = hosts_of(dist.group.WORLD) or 1
     gpus = ranks // hosts
-    links = {"gpus": gpus, "source": f"{machine.source}; links measured on {ranks} ranks of {hosts} hosts"}
+    links: dict[str, Any] = {"source": f"{machine.source}; links measured on {ranks} ranks of {hosts} hosts"}
     if gpus > 1:
         links["inside"] = link(1, gpus, gpus, device, repeats, machine.inside.sharing)
     if hosts > 1:
         links["between"] = link(gpus, ranks, gpus, device, repeats, machine.between.sharing)
-    return machine.replace(**links)
+    return machine.replace(gpus=gpus, **links)
 
 
 def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: int) -> Link:
@@ -148,11 +138,10 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
     import torch
     import torch.distributed as dist
 
-    rank = dist.get_rank()
-    first, index = rank // among * among, rank % among
-    after, before = first + (index + shift) % among, first + (index - shift) % among
+    first, index = divmod(dist.get_rank(), among)
+    after, before = (first * among + (index + by) % among for by in (shift, -shift))
 
-    def moved(nbytes: int) -> float:
+    def seconds(nbytes: int) -> float:
         out = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         into = torch.empty_like(out)
 
@@ -161,49 +150,30 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
             for work in dist.batch_isend_irecv(moves):
                 work.wait()
 
-        return slowest(move, device, repeats)
+        return slowest(move, repeats)
 
-    latency = moved(64)
-    bandwidth = BYTES[device] / max(1e-6, moved(BYTES[device]) - latency)
+    latency = seconds(64)
+    bandwidth = BYTES[device] / max(1e-6, seconds(BYTES[device]) - latency)
     return Link(bandwidth * min(sharing, gpus), latency, sharing)  # what one sender alone would get
 
 
 def cores(gpus: int, repeats: int, head_dim: int) -> float:
     """How many ranks of a host compute at once as fast as one alone; 0 if all do."""
-    import torch.distributed as dist
-
-    from ringattn.comms import messages
-
-    call = attention("cpu", head_dim, SIZES["cpu"][0])[1]
-    alone = messages.gather(timed(call, repeats) if dist.get_rank() == 0 else None)[0]
-    share = float(alone / slowest(call, "cpu", repeats))
-    return gpus * share if share < OWN_CORES else 0.0
-
-
-def slowest(call: Callable[[], Any], device: str, repeats: int) -> float:
-    """The median in seconds of the slowest rank, if all start together."""
     import torch
     import torch.distributed as dist
 
+    from ringattn.comms import messages
+    from ringattn.launch.bench.timing import alone_ms
+
+    call = attention("cpu", head_dim, SIZES["cpu"][0], None, torch.float32)[1]
+    alone = messages.gather(alone_ms(call, repeats, "cpu") if dist.get_rank() == 0 else None)[0]
+    share = float(alone / 1e3 / slowest(call, repeats))
+    return gpus * share if share < OWN_CORES else 0.0
+
+
+def slowest(call: Callable[[], Any], repeats: int) -> float:
+    """The median in seconds of the slowest rank, if all start together."""
+    from ringattn.comms import messages
     from ringattn.launch.bench.timing import median_ms
 
-    def once() -> float:
-        seconds = torch.tensor([median_ms(call, 1, warmup=0) / 1e3], device=device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return float(seconds)
-
-    return statistics.median(once() for _ in range(repeats + 1))
-
-
-def timed(call: Callable[[], Any], repeats: int) -> float:
-    """The median in seconds, of this rank alone."""
-    from ringattn.launch.bench.timing import finish
-
-    def once() -> float:
-        finish()
-        start = time.perf_counter()
-        call()
-        finish()
-        return time.perf_counter() - start
-
-    return statistics.median([once() for _ in range(repeats + 1)][1:])
+    return max(messages.gather(median_ms(call, repeats))) / 1e3

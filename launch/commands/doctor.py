@@ -9,9 +9,10 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module, metadata
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import ringattn
 from ringattn import kernels
@@ -35,8 +36,7 @@ class Options:
     ranks: int = option(2, "how many processes to start")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report; `bad` is needed and broken, `none` is optional and absent."""
 
     state: Literal["ok", "none", "bad"]
@@ -47,50 +47,35 @@ class Finding:
 
 def run(options: Options) -> int:
     """Print every finding with its remedy as it is made; 1 if one of them is bad."""
-    print(f"ringattn {ringattn.__version__} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores\n")
-    findings = []
-    for finding in examine(options):
-        findings.append(finding)
-        print(f"  {finding.state:<5} {finding.what:<12} {finding.detail}", flush=True)
-        if finding.remedy:
-            print(f"        -> {finding.remedy}", flush=True)
-    bad = [f.what for f in findings if f.state == "bad"]
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    print(f"ringattn {ringattn.__version__}, {machine}, Python {platform.python_version()} ({sys.executable})\n")
+    bad = []
+    for state, what, detail, remedy in examine(options):
+        print(f"  {state:<5} {what:<12} {detail}" + (f"\n        -> {remedy}" if remedy else ""), flush=True)
+        bad += [what] if state == "bad" else []
     print(f"\nbroken: {', '.join(bad)}" if bad else "\neverything that is needed works")
     return 1 if bad else 0
 
 
 def examine(options: Options) -> Iterator[Finding]:
-    """The checks in order; what the first ones find missing, the later ones leave out."""
-    yield python()
-    checked = {name: package(name, *about) for name, about in PACKAGES.items()}
-    torch, jax = checked["torch"], checked["jax"]
+    """The checks in order; what the first ones find missing, the later ones leave out. One that breaks is a finding."""
+    packages = {name: package(name, *about) for name, about in PACKAGES.items()}
+    torch, jax = packages["torch"], packages["jax"]
     if torch.state != "ok" and (torch.detail != ABSENT or jax.state != "ok"):
-        checked["torch"] = replace(torch, state="bad")  # only where jax works it may be absent
-    yield from checked.values()
-    if torch.state != "ok":
-        if checked["torch"].state == "none":
-            yield from survives("jax devices", in_jax)
-        return
-    yield from survives("gpu", gpus)
-    yield from survives("kernels", in_torch)
-    yield from survives("gloo", lambda: [talking("gloo", options)])
-    if import_module("torch").cuda.is_available():
-        yield from survives("nccl", lambda: [nccl(options)])
-
-
-def survives(what: str, check: Callable[[], Any]) -> Iterator[Finding]:
-    """A check's findings; a check that breaks is itself a finding."""
-    try:
-        yield from check()
-    except Exception as error:
-        yield Finding("bad", what, f"{type(error).__name__}: {error}", "this should not happen; please report it")
-
-
-def python() -> Finding:
-    good = sys.version_info >= (3, 11, 1)
-    remedy = "ringattn needs Python 3.11.1 or newer; in 3.11.0 other users can run code in its fork server"
-    here = f"{platform.python_version()} ({sys.executable})"
-    return Finding("ok", "python", here) if good else Finding("bad", "python", here, remedy)
+        packages["torch"] = torch._replace(state="bad")  # only where jax works it may be absent
+    yield from packages.values()
+    checks: dict[str, Callable[[], list[Finding]]] = {}
+    if torch.state == "ok":
+        checks = {"gpu": gpus, "kernels": in_torch, "gloo": partial(talking, "gloo", options)}
+        if import_module("torch").cuda.is_available():
+            checks["nccl"] = partial(nccl, options)
+    elif packages["torch"].state == "none":
+        checks = {"devices": in_jax}
+    for what, check in checks.items():
+        try:
+            yield from check()
+        except Exception as error:
+            yield Finding("bad", what, f"{type(error).__name__}: {error}", "this should not happen; please report it")
 
 
 def package(name: str, module: str, oldest: tuple[int, ...], extra: str, use: str) -> Finding:
@@ -108,7 +93,7 @@ def package(name: str, module: str, oldest: tuple[int, ...], extra: str, use: st
 
 
 def gpus() -> list[Finding]:
-    """Every GPU, and how many pairs of them share memory."""
+    """Every kind of GPU, and how many pairs of them share memory."""
     import torch
 
     if not torch.cuda.is_available():
@@ -118,15 +103,12 @@ def gpus() -> list[Finding]:
         problem = f"nvidia-smi is here, and torch sees no GPU; torch {torch.__version__} is built for {built}"
         remedy = "install the torch build for this driver (nvidia-smi shows its CUDA version)"
         return [Finding("bad", "gpu", problem, remedy)]
-    count = torch.cuda.device_count()
-    kinds: dict[str, list[int]] = {}
-    for i in range(count):
-        p = torch.cuda.get_device_properties(i)
-        kinds.setdefault(f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}", []).append(i)
-    lines = [Finding("ok", "gpu", f"{len(at)} x {name}") for name, at in kinds.items()]
-    pairs = [torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j]
+    every = range(torch.cuda.device_count())
+    kinds = [f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in map(torch.cuda.get_device_properties, every)]
+    lines = [Finding("ok", "gpu", f"{kinds.count(kind)} x {kind}") for kind in dict.fromkeys(kinds)]
+    pairs = [torch.cuda.can_device_access_peer(i, j) for i in every for j in every if i != j]
     reached = f"{sum(pairs)} of {len(pairs)} pairs of GPUs reach each other's memory directly"
-    return lines + [Finding("ok", "links", reached)] * (count > 1)
+    return [*lines, Finding("ok", "links", reached)] if pairs else lines
 
 
 def in_jax() -> list[Finding]:
@@ -152,7 +134,7 @@ def in_torch() -> list[Finding]:
 
 
 def served(device: str, arch: tuple[int, int] | None, table: tuple[kernels.Kernel, ...]) -> list[Finding]:
-    """Which kernel of the table serves a usual problem, and why each other one does not."""
+    """Which kernel of the table serves a usual problem; why each other one does not, and what installing it gains."""
     dtype = "float32" if device == "cpu" else "bfloat16"
     problem = kernels.Problem(device, dtype, HEAD_DIM, HEAD_DIM, heads=32, kv_heads=8, rectangles=True, arch=arch)
     asked = f"{device}, {dtype}, head dim {HEAD_DIM}"
@@ -162,46 +144,38 @@ def served(device: str, arch: tuple[int, int] | None, table: tuple[kernels.Kerne
     except NotImplementedError:
         first = ""
         lines = [Finding("bad", "kernels", f"none serves {asked}", "the lines below show what each one lacks")]
-    return lines + [choice(kernel, problem, first) for kernel in table if kernel.name != first]
+    for kernel in table:
+        why = kernels.gain(kernel, problem, first) or kernel.refuses(problem)
+        slow = "would serve if named; slow here" if device in kernel.skipped_on else "would serve too"
+        if kernel.name != first:
+            lines.append(Finding("none" if why else "ok", f"  {kernel.name}", why or slow))
+    return lines
 
 
-def choice(kernel: kernels.Kernel, problem: kernels.Problem, first: str) -> Finding:
-    """Why a kernel is not the one that serves, and what installing it would gain."""
-    if (why := kernels.gain(kernel, problem, first) or kernel.refuses(problem)) is not None:
-        return Finding("none", f"  {kernel.name}", why)
-    serves = "would serve if named; slow here" if problem.device in kernel.skipped_on else "would serve too"
-    return Finding("ok", f"  {kernel.name}", serves)
-
-
-def nccl(options: Options) -> Finding:
+def nccl(options: Options) -> list[Finding]:
     """NCCL's version, and two ranks on two GPUs where there are two."""
     import torch
-    import torch.distributed as dist
 
-    if not dist.is_nccl_available():
-        return Finding("bad", "nccl", "this torch has none", "install a torch build for CUDA")
     version = ".".join(map(str, torch.cuda.nccl.version()))
     if torch.cuda.device_count() < options.ranks:
-        return Finding("ok", "nccl", f"{version}; not tried, {options.ranks} ranks need as many GPUs")
+        return [Finding("ok", "nccl", f"{version}; not tried, {options.ranks} ranks need as many GPUs")]
     return talking("nccl", options, version)
 
 
 def attended(ranks: int, device: str) -> float:
-    """How far one rank's part of one attention is off what float64 gives."""
+    """How far one attention over the ranks is off what float64 gives on one."""
     import torch
 
     from ringattn.comms.mesh import init_mesh
-    from ringattn.launch.verify import oracle
-    from ringattn.launch.verify.cases import Case
 
-    case, mesh = Case(ring=ranks), init_mesh(ring=ranks, device_type=device)
-    given = oracle.inputs(case, torch.float32)
-    out = oracle.run(case, mesh, {n: x.to(device) for n, x in given.items()})["out"].cpu()
-    exact = oracle.own(case.plan_on(mesh), "out", oracle.dense(case, given)["out"], 0.0)
-    return float((out - exact).abs().max())
+    plan = ringattn.plan(init_mesh(ring=ranks, device_type=device), seq_len=61)
+    torch.manual_seed(0)  # the same on every rank
+    q, k, v = (torch.randn(1, 61, heads, 16, device=device) for heads in (4, 2, 2))
+    out = plan.unshard(ringattn.attention(plan.shard(q), plan.shard(k), plan.shard(v), plan))
+    return float((out - ringattn.attention(q.double(), k.double(), v.double())).abs().max())
 
 
-def talking(backend: str, options: Options, version: str = "") -> Finding:
+def talking(backend: str, options: Options, version: str = "") -> list[Finding]:
     """Real processes compute one attention together and must get what float64 gives."""
     settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))]
     device, ranks = "cuda" if backend == "nccl" else "cpu", options.ranks
@@ -213,8 +187,8 @@ def talking(backend: str, options: Options, version: str = "") -> Finding:
             "nccl": "run again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 shows whether the links are at fault",
         }[backend]
         problem = f"{options.ranks} ranks do not work together: rank {error.rank}: {error.summary}"
-        return Finding("bad", backend, problem, remedy)
+        return [Finding("bad", backend, problem, remedy)]
     detail = f"{options.ranks} processes compute one attention together, off by {worst:.0e}"
     if worst > 1e-5:
-        return Finding("bad", backend, detail, "run ringattn verify to see which results are off")
-    return Finding("ok", backend, "; ".join(filter(None, [version, detail, *settings])))
+        return [Finding("bad", backend, detail, "run ringattn verify to see which results are off")]
+    return [Finding("ok", backend, "; ".join(filter(None, [version, detail, *settings])))]

@@ -1,18 +1,16 @@
-"""Draw the figures of a file: `ringattn plot FILE.jsonl`.
+"""Draw a figure of a file: `ringattn plot FILE.jsonl`.
 
-Benchmark lines become bars: a panel a direction and figure, a group a case, a colour an implementation. Of lines that
-measured the same thing the last one counts. The metrics.jsonl of a training run becomes a line over its steps.
+Benchmark lines become bars: a panel a direction, a group a case, a colour an implementation. Of lines that measured the
+same thing the last one counts. The metrics.jsonl of a training run becomes a line over its steps.
 """
 
-import sys
-from collections import Counter
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -22,26 +20,23 @@ from ringattn.launch.words import option, writable
 # What lines are made of, by the names that suites give it: the first that is found counts.
 SERIES = ("impl", "who", "name", "way", "kernel", "strategy")
 PANELS = ("mode", "pass")
-METRICS = ("tflop", "tb_per_s", "gb_per_s", "tokens_per_s", "peak", "ms", "us", "seconds", "bytes", "mb", "ratio")
-STAMP = ("commit", "device", "torch", "triton", "jax", "python", "cuda", "date", "time", "suite")
-HOW = ("repeats", "warmup", "floor", "alone", "steps", "note")  # it was measured, which makes it no other case
-WORDS = {
-    "tflops": "TFLOP/s",
-    "tokens_per_second": "tokens/s",
-    "tokens_per_us": "tokens a microsecond",
-    "peak": "peak memory over what it must hold",
-    "peak_mib": "peak memory, MiB",
-    "peak_gib": "peak memory, GiB",
-    "memory_mib": "memory of a rank, MiB",
-    "ms": "milliseconds",
-    "floor_ms": "floor, milliseconds",
-    "MB": "MB sent",
-    "ratio": "of the floor",
-    "loss": "loss, nats a token",
-    "norm": "norm of the gradient",
-    "lr": "learning rate",
-    "mfu": "MFU",
-}
+FIGURES = ("tflops", "tokens_per_us", "tokens_per_second", "ms", "us", "peak", "peak_mib", "peak_gib", "MB", "loss")
+# Not in the name of a case: on what, and how it was measured.
+ABOUT = (
+    "commit",
+    "device",
+    "torch",
+    "triton",
+    "jax",
+    "suite",
+    "repeats",
+    "warmup",
+    "rounds",
+    "floor",
+    "note",
+    "source",
+)
+WORDS = {"tflops": "TFLOP/s", "ms": "milliseconds", "loss": "loss, nats a token", "peak_mib": "peak memory, MiB"}
 KINDS = {"step": "trained", "eval": "held out", "save": "saved"}  # rows of a training run
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#77aadd")
 INK = "#333333"
@@ -55,14 +50,13 @@ DARK = {
     INK: "#d5d7da", "#d9d9d9": "#4a4f57", "#f4f4f4": "#2a2e35", "#a9c1dc": "#3a5a80", "#c3c8ce": "#565c66",
     "stroke: #ffffff": "#1e2129",
 }  # fmt: skip
-MARGIN = 0.35  # inches above and below the panels, for titles and ticks
 
 
 @dataclass(frozen=True)
 class Options:
     source: str = option("", "a file of benchmark lines, or the metrics.jsonl of a training run")
     out: str | None = option(None, "where to (FILE.svg)")
-    metric: str | None = option(None, "which figure of the lines to draw (default: the first known kind)")
+    metric: str | None = option(None, f"which figure of the lines to draw (default: the first of {', '.join(FIGURES)})")
 
 
 def run(options: Options) -> int:
@@ -107,31 +101,31 @@ def themed(svg: str) -> str:
 
 
 def bars(rows: list[Row], metric: str | None = None) -> Figure:
-    """Grouped bars of the rows' figures; rows that have none are left out."""
-    metrics = figures_of(rows, metric)
-    rows = [r for r in rows if any(number(r.get(m)) for m in metrics)]
+    """Grouped bars of one figure of the rows, the same places in every panel; rows that lack it are left out."""
+    metric = figure_of(rows, metric)
+    rows = [r for r in rows if number(r.get(metric))]
     series, panel = first_of(SERIES, rows), first_of(PANELS, rows)
-    named, usual = case_names(rows, {series, panel, *metrics})
-    drawn = [
-        (", ".join(filter(None, [value, WORDS.get(m, m)])), m, [(r, c) for r, c in named if r.get(panel) == value])
-        for m in metrics
-        for value in distinct(r.get(panel) for r in rows)
-    ]
-    drawn = [(title, m, some) for title, m, some in drawn if any(number(r.get(m)) for r, _ in some)]
-    names = distinct(str(r.get(series, "")) for r in rows)
-    cases = distinct(case for _, case in named)
-    places = [(c, n) for c in cases for n in names if any(c == d and n == str(r.get(series, "")) for r, d in named)]
-    height = 0.8 + 0.2 * len(places) + 0.14 * len(cases)
-    figure, axes = panels(1, len(drawn), 2 + 4 * len(drawn), height, wspace=0.12)
-    figure.subplots_adjust(bottom=MARGIN / height, top=1 - MARGIN / height)
-    if usual:
-        common = " ".join(f"{k}={v}" for k, v in usual.items())
-        figure.suptitle(f"unless noted: {common}", y=1, va="bottom", fontsize="medium")
-    for ax, (title, m, some) in zip(axes[0], drawn, strict=True):
-        groups(ax, places, {(c, str(r.get(series, ""))): float(r[m]) for r, c in some if number(r.get(m))}, names)
-        ax.set_title(title)
-        if ax is not axes[0][0]:
-            ax.set_yticklabels([])
+    cases = case_names(rows, (series, panel, metric))
+    values = {(r.get(panel), case, str(r.get(series, ""))): r[metric] for r, case in zip(rows, cases, strict=True)}
+    names, titles = distinct(name for *_, name in values), distinct(title for title, *_ in values)
+    heights, ticks, y = dict[tuple[str, str], float](), [], 0.0  # of each bar and each case, from top to bottom
+    for case in distinct(cases):
+        used = [n for n in names if any((title, case, n) in values for title in titles)]
+        heights |= {(case, n): y + i for i, n in enumerate(used)}
+        ticks.append(y + (len(used) - 1) / 2)
+        y += len(used) + 0.7
+    figure, axes = panels(1, len(titles), 2 + 4 * len(titles), 0.8 + 0.2 * y, wspace=0.12)
+    for ax, title in zip(axes[0], titles, strict=True):
+        for (of, case, name), value in values.items():
+            if of == title:
+                at = heights[case, name]
+                ax.barh(at, value, height=0.86, color=RANKS[names.index(name) % len(RANKS)])
+                text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+                ax.annotate(text, (value, at), (3, 0), textcoords="offset points", va="center", fontsize=7)
+        ax.set_yticks(ticks, distinct(cases) if ax is axes[0][0] else [])
+        ax.set(ylim=(y - 0.9, -0.8), title=", ".join(filter(None, [title, WORDS.get(metric, metric)])))
+        ax.tick_params(left=False)
+        ax.margins(x=0.12)
     if len(names) > 1:
         handles = [Patch(color=RANKS[i % len(RANKS)], label=n or "default") for i, n in enumerate(names)]
         figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=min(len(names), 6))
@@ -140,11 +134,9 @@ def bars(rows: list[Row], metric: str | None = None) -> Figure:
 
 def curve(rows: list[Row], metric: str | None = None) -> Figure:
     """One figure of a training run over its steps, the loss by default."""
-    (name,) = figures_of(rows, metric or "loss")
+    name = figure_of(rows, metric or "loss")
     figure, ((ax,),) = panels(1, 1, 7, 3.5)
     rows = [r for r in rows if number(r["step"]) and r["step"] >= 0 and number(r.get(name))]
-    if not rows:
-        raise ValueError(f"no line of a step has a number called {name!r}")
     for color, kind in zip(RANKS, distinct(str(r["kind"]) for r in rows), strict=False):
         points = sorted((r["step"], r[name]) for r in rows if str(r["kind"]) == kind)
         marker = "o" if len(points) == 1 else None
@@ -156,61 +148,25 @@ def curve(rows: list[Row], metric: str | None = None) -> Figure:
     return figure
 
 
-Place = tuple[str, str]  # a case, and the name of an implementation
-
-
-def groups(ax: Axes, places: list[Place], values: dict[Place, float], names: list[str]) -> None:
-    """Horizontal bars, a group a case from top to bottom, each with its number; the same places in every panel."""
-    y, at = 0.0, dict[str, list[float]]()
-    for i, (case, name) in enumerate(places):
-        y += 0.7 if i and places[i - 1][0] != case else 0
-        at.setdefault(case, []).append(y)
-        if (case, name) in values:
-            value = values[case, name]
-            ax.barh(y, value, height=0.86, color=RANKS[names.index(name) % len(RANKS)])
-            text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-            ax.annotate(text, (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
-        y += 1
-    ax.set_yticks([sum(ys) / len(ys) for ys in at.values()], list(at))
-    ax.set(ylim=(y - 0.2, -0.8), xlim=(0, 1.12 * max(values.values()) or 1))
-    ax.tick_params(left=False)
-
-
-def figures_of(rows: list[Row], metric: str | None) -> list[str]:
-    """The keys to draw: the one that was chosen, or all of the first known kind."""
+def figure_of(rows: list[Row], metric: str | None) -> str:
+    """The key to draw: the one that was chosen, or the first known one."""
     keys = distinct(k for r in rows for k, v in r.items() if number(v))
-    if not keys:
-        raise ValueError("there is nothing to draw: the lines hold no numbers")
-    if metric is not None:
-        if metric not in keys:
-            raise ValueError(f"no line has a number called {metric!r}; they have {', '.join(keys)}")
-        return [metric]
-    figures = next((some for kind in METRICS if (some := [k for k in keys if is_kind(kind, k)])), None)
-    if figures is None:
+    if metric is not None and metric not in keys:
+        raise ValueError(f"no line has a number called {metric!r}; they have {', '.join(keys)}")
+    metric = metric or next((k for k in FIGURES if k in keys), None)
+    if metric is None:
         raise ValueError(f"no known figure in the lines; give metric= one of {', '.join(keys)}")
-    return figures
+    return metric
 
 
-def case_names(rows: list[Row], taken: set[str]) -> tuple[list[tuple[Row, str]], dict[str, str]]:
-    """Each row with the name of its case, and what nine in ten rows have in common, which no name repeats.
-
-    A name is the row's own, or what differs between the rows apart from what was measured. What is 0, false or nothing
-    is left out: older rows lack keys that newer ones have, and are no other case for that.
-    """
+def case_names(rows: list[Row], taken: Iterable[str]) -> list[str]:
+    """Each row's own name of its case, or else the words and whole numbers in which rows differ."""
     if all("case" in r for r in rows):
-        return [(r, str(r["case"])) for r in rows], {}
-    free = [k for k in distinct(k for r in rows for k in r) if k not in {*taken, *STAMP, *HOW}]
-    free = [k for k in free if not any(is_kind(kind, k) for kind in METRICS)]
-    free = [k for k in free if not any(isinstance(r.get(k), float) for r in rows)]
-    differ = [k for k in free if len({str(r[k] or "") for r in rows if k in r}) > 1]
-    most = {k: Counter(str(r[k]) for r in rows if r.get(k)).most_common(1) for k in differ}
-    usual = {k: value for k, ((value, count),) in most.items() if count >= 0.9 * len(rows)}
-    return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k) and str(r[k]) != usual.get(k))) for r in rows], usual
-
-
-def is_kind(kind: str, key: str) -> bool:
-    """Whether a key is a figure of this kind: it holds the word (but `params` does not hold `ms`)."""
-    return kind in key.lower().split("_") or (len(kind) > 2 and kind in key.lower())
+        return [str(r["case"]) for r in rows]
+    keys = [k for k in distinct(k for r in rows for k in r) if k not in (*taken, *ABOUT, *FIGURES)]
+    keys = [k for k in keys if not any(isinstance(r.get(k), float | list | dict) for r in rows)]
+    keys = [k for k in keys if len({r.get(k) for r in rows}) > 1]
+    return [" ".join(f"{k}={r[k]}" for k in keys if r.get(k)) for r in rows]
 
 
 def first_of(names: Iterable[str], rows: list[Row]) -> str:
@@ -223,4 +179,4 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 
 def number(value: Any) -> bool:
     """Whether a value can be drawn: a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -87,11 +87,6 @@ class Case:
         return None if self.key_lengths is None else self.aligned
 
     @property
-    def crossed(self) -> bool:
-        """Whether keys are a sequence of another length, which some layouts refuse."""
-        return self.keys != self.seq_len
-
-    @property
     def docs(self) -> Docs | None:
         if self.lengths is None:
             return None

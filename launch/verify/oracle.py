@@ -215,14 +215,10 @@ def run(case: Case, mesh: Any, given: Named, kernel: str = "auto", plan: Any = N
     return with_gradients(results, back, {n: x[n] for n in case.leaves})
 
 
-def size(x: Tensor) -> float:
-    return float(torch.nan_to_num(x, neginf=0).norm())
-
-
-def error(result: Tensor, expected: Tensor, scale: float) -> float:
-    """|result - expected| / the norm of the whole result; inf if one is infinite or NaN where the other is not."""
-    gap = gaps(result, expected)
-    return float("inf") if gap is None else float(gap.norm()) / max(scale, 1e-30)
+def error(result: Tensor, expected: Tensor, whole: Tensor | None = None) -> float:
+    """|result - expected| / |whole|, by default of `expected`; inf if one is infinite or NaN where the other is not."""
+    gap, whole = gaps(result, expected), expected if whole is None else whole
+    return float("inf") if gap is None else float(gap.norm()) / max(float(whole.nan_to_num(neginf=0.0).norm()), 1e-30)
 
 
 def worst_row(result: Tensor, expected: Tensor, unit: float) -> float:
