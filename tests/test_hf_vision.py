@@ -79,16 +79,30 @@ MODELS = {  # the configuration, what makes n images of 4 tokens each, and the n
         },
         by_images, None,
     ),
+    "got_ocr2": (
+        {
+            "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+            "image_token_index": IMAGE,
+            "vision_config": {
+                **TOWER, "image_size": 56, "output_channels": 16, "mlp_dim": 24, "window_size": 4,
+                "global_attn_indexes": [1],
+            },
+        },
+        lambda n: {"pixel_values": torch.randn(n, 3, 56, 56)}, None,
+    ),
 }  # fmt: skip
+
+
+OF_TEXT = {
+    "llava_onevision": ({"text_config": TEXT, "vision_config": TOWER, "image_token_index": IMAGE}, by_images, None)
+}
 
 
 def build(kind: str):
     name = kind.removesuffix("2") if kind == "paligemma2" else kind
-    if name not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    config = transformers.AutoConfig.for_model(name, **deepcopy(MODELS[kind][0]))
+    config = transformers.AutoConfig.for_model(name, **deepcopy((MODELS | OF_TEXT)[kind][0]))
     torch.manual_seed(0)
-    way = "eager" if kind == "paligemma2" else "sdpa"  # which Gemma 2 does not have
+    way = "eager" if kind in ("paligemma2", "got_ocr2") else "sdpa"  # which these do not have
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=way)
     with torch.no_grad():  # some start as zeros, which would hide an error
         for weight in model.parameters():
@@ -104,7 +118,7 @@ def batch(kind: str, at=((3, 14), (20,)), length: int = T) -> dict:
     for row, begins in zip(ids, at, strict=True):
         for begin in begins:
             row[begin : begin + 4] = IMAGE
-    _, images, types = MODELS[kind]
+    _, images, types = (MODELS | OF_TEXT)[kind]
     torch.manual_seed(1)
     n = sum(map(len, at))
     results = {"input_ids": ids, **(images(n) if n else {})}
@@ -170,6 +184,22 @@ def test_text_alone(kind):
             hf.prepare(build(kind), ra.plan(seq_len=T))(given["input_ids"])
     elif len(given) > 1:
         compare(kind, {"input_ids": given["input_ids"]}, 2, 1)
+
+
+@pytest.mark.parametrize("keep", [0, 3, torch.tensor([-1, 4])])
+@pytest.mark.parametrize("kind", ["got_ocr2", "llava_onevision"])
+def test_models_that_hand_logits_to_keep_to_their_decoder(kind, keep):
+    model, given = build(kind), batch(kind, at=((3, 14), (20,)) if kind in MODELS else ((), ()))
+    copies = [deepcopy(model) for _ in range(2)]
+    expected = model(**given, logits_to_keep=keep, use_cache=False).logits
+
+    def one_rank(mesh):
+        plan = ra.plan(mesh, seq_len=T)
+        logits = hf.prepare(copies[mesh.rank], plan)(**given, logits_to_keep=keep).logits
+        return logits if isinstance(keep, torch.Tensor) or keep else plan.unshard(logits)
+
+    for logits in run(one_rank, ring=2):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_plans_are_predicted_for_the_mask_of_the_text():
