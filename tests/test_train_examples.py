@@ -22,8 +22,7 @@ WORDS = {
 
 def test_every_example_is_run_here():
     elsewhere = [  # in tests of their own
-        "equinox_layer", "generate", "needle", "ring_in_one_file", "train_flax", "train_jax", "trl_dpo", "trl_grpo",
-        "trl_sft", "who_holds_what",
+        "equinox_layer", "generate", "long_trl", "needle", "ring_in_one_file", "train_flax", "who_holds_what",
     ]  # fmt: skip
     assert sorted(p.stem for p in (ROOT / "examples").glob("*.py")) == sorted([*WORDS, *elsewhere])
 

@@ -22,7 +22,7 @@ from ringattn.conf.keys import nearest
 from ringattn.launch.processes import each
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.rows import Row, cell, table
-from ringattn.launch.words import answer, default_of, option, usage, values, writable
+from ringattn.launch.words import answer, option, usage, values, writable
 
 SUITES = {
     "inference": "a token over a cache that is spread over ranks, and a prompt whole and in chunks",
@@ -79,16 +79,15 @@ def check(options: Any) -> None:
     """A ValueError for heads that do not divide, missing GPUs, and the lengths for GPUs on a CPU."""
     import torch
 
-    fields = {f.name: f for f in dataclasses.fields(options)}
-    if "kv_heads" in fields and options.heads % options.kv_heads:
+    default, gpus, ranks = type(options)(), torch.cuda.device_count(), getattr(options, "ranks", 1)
+    device, short = getattr(options, "device", None), "on a CPU use device=cpu and tokens=1024 or the like"
+    if hasattr(options, "kv_heads") and options.heads % options.kv_heads:
         raise ValueError(f"{options.kv_heads} key heads do not divide {options.heads} query heads")
-    gpus, asked = torch.cuda.device_count(), getattr(options, "ranks", 1)
-    size = "settings" if "settings" in fields else "tokens"
-    short = "settings=auto/1024/4/2/causal" if size == "settings" else "tokens=1024"
-    if "device" in fields and options.device == "cuda" and asked > gpus:
-        raise ValueError(f"ranks={asked} need a GPU each, and torch sees {gpus}; on a CPU use device=cpu {short}")
-    if "device" in fields and options.device == "cpu" and getattr(options, size) == default_of(fields[size]):
-        raise ValueError(f"without {size}= the lengths are a GPU's; on a CPU use device=cpu {short}")
+    if device == "cuda" and ranks > gpus:
+        raise ValueError(f"ranks={ranks} need a GPU each, and torch sees {gpus}; {short}")
+    for name in ("tokens", "settings", "cells"):
+        if device == "cpu" and hasattr(options, name) and getattr(options, name) == getattr(default, name):
+            raise ValueError(f"without {name}= the lengths are a GPU's; {short}")
 
 
 def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) -> Iterator[Row]:
