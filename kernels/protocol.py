@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ringattn.kernels.arrays import Array, accumulator
-from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import EVERY, NONE, Rows, with_delta
 
@@ -139,6 +139,7 @@ class JaxKernel:
     halves     as attend_backward, but at the cost of only those gradients that are used; None if all three together
                are all it has
     plain      whether it is plain jax.numpy, which the compiler can cut, and which has derivatives of any order
+    cut        (begin, end, number of keys) -> rectangles that it can run, from intervals that are known, or None
     """
 
     attend: Callable[..., Partial]
@@ -148,6 +149,7 @@ class JaxKernel:
     prepare: Callable[..., tuple[Any, ...]] = as_they_are
     halves: Callable[..., tuple[Any, Any, Any]] | None = None
     plain: bool = False
+    cut: "Callable[..., tuple[Rectangle, ...] | None] | None" = None
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ def plan(
     transport: Transport | None = None,
     axes: Mapping[str, Any] | None = None,
     saved_as: str | None = None,
-    blocks: tuple[int, int] | None = None,
     machine: str | Path | Machine | None = None,
     **unknown: Any,
 ) -> Plan:
@@ -55,7 +54,6 @@ def plan(
     `docs`, or the `mask` in their place, the layout is chosen for them. With `deterministic` only kernels run whose
     gradients have the same bits in every run, as also under torch.use_deterministic_algorithms. `transport` is how
     blocks travel over a torch mesh. `saved_as` is the name of attention's results for policies of jax.checkpoint.
-    `blocks` are the most queries and keys that the TPU kernel computes at once; by default as many as fit its memory.
     `machine` is a description by which times are predicted, a name or a file; by default that of this machine. The same
     on every rank.
     """
@@ -73,7 +71,6 @@ def plan(
         kernel=kernel,
         deterministic=deterministic,
         saved_as=saved_as,
-        blocks=blocks,
         machine=of_device(target.device, target.chip) if machine is None else load(machine),
         axes=Ranks(None, None, target.framework, target.device, here=False),
     )

@@ -16,7 +16,7 @@ jnp = jax.numpy
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
-from ringattn.jax.attention.steps import Sight, recipe_of, score_of, table_of  # noqa: E402
+from ringattn.jax.attention.steps import Sight, recipe_of, score_of, tables_of  # noqa: E402
 from ringattn.kernels import select  # noqa: E402
 from ringattn.kernels.attention import reference  # noqa: E402
 from ringattn.kernels.attention.libraries import jax_cudnn  # noqa: E402
@@ -304,8 +304,8 @@ def test_cudnn_computes_every_step_of_a_ring(layout):
     mask, tokens = Mask(plan, case.spec, case.docs), plan.tokens
     shards = [np.concatenate(tokens.shard(rank)) for rank in range(4)]
     sights = [
-        Sight(*(jnp.asarray(x, jnp.int32) for x in bounds(case.spec, at, 1000, 1000, case.docs)), tokens, rank,
-              table_of(mask))
+        Sight([tuple(jnp.asarray(x, jnp.int32) for x in bounds(case.spec, at, 1000, 1000, case.docs))], tokens, rank,
+              tables_of(mask))
         for rank, at in enumerate(shards)
     ]  # fmt: skip
     whole = {n: jnp.asarray(x.float().numpy()) for n, x in given.items()}

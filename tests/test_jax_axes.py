@@ -125,19 +125,6 @@ def test_the_name_that_remat_saves_results_by_is_the_plans_choice():
     expect(["saved_as='context'", "JAX"], lambda: ra.plan(seq_len=32, saved_as="context"))
 
 
-def test_the_blocks_of_the_tpu_kernel_are_the_plans_choice():
-    mesh, x = ringattn.jax.init_mesh(ring=1, devices=jax.devices()[:1]), arrays(batch=1, tokens=512)
-    for blocks, own in ((None, {512}), ((128, 1024), {128, 512})):
-        plan = ra.plan(mesh, seq_len=512, kernel="splash", blocks=blocks)
-        text = str(jax.make_jaxpr(lambda *x, plan=plan: ra.attention(*x, plan))(*x))
-        sizes = set(map(int, re.findall(r"Blocked\(block_size=(\d+)\)", text)))
-        assert sizes == {1, 8, 2, 256, *own}  # values lie in 2 columns of 256 keys
-        assert "input_output_aliases=((2, 0), (3, 1))" in text  # out and lse are added to in place
-    expect(["blocks=(100, 128)", "multiple of 128"], lambda: ra.plan(mesh, seq_len=32, blocks=(100, 128)))
-    expect(["blocks=(128, 128)", "TPU kernel"], lambda: ra.plan(seq_len=32, blocks=(128, 128)))
-    expect(["blocks=(128, 128)", "reference"], lambda: ra.attention(*x, plan.replace(kernel="auto", blocks=(128, 128))))
-
-
 @dataclass(frozen=True)
 class Chip:
     coords: tuple[int, int, int]

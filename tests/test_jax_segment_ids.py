@@ -112,7 +112,7 @@ def test_inside_shard_map_ids_are_this_devices(plan, small):
     assert np.abs(np.asarray(found) - dense(*small, ids)).max() < 5e-6
 
 
-def test_a_row_with_more_documents_than_most_is_nan(small):
+def test_a_row_with_more_documents_than_most_is_nan(plan, small):
     ids = np.repeat([[5, 2, 9], [5, 2, 2]], [20, 21, 20], 1)
 
     @jax.jit
@@ -122,9 +122,17 @@ def test_a_row_with_more_documents_than_most_is_nan(small):
         queries, spec = ra.Docs.from_lengths([[20, 41]] * 2), ra.AttentionSpec(causal=False)
         keys = ra.attention(*small, spec=spec, docs=queries, key_docs=docs)
         linear, state = ra.linear_attention(small[1], *small[1:], docs=docs, return_state="documents")
-        return out, lse, keys, linear, state.reshape(2, 2, -1), layers.token_mean(small[0][..., 0, 0], docs=docs)
+        mixed = layers.causal_convolution(small[0][:, :, 0], jnp.ones((4, 2)), docs=docs)
+        mean = layers.token_mean(small[0][..., 0, 0], docs=docs)
+        return out, lse, keys, linear, state.reshape(2, 2, -1), mixed, mean
+
+    @jax.jit
+    def rolled(ids, x):
+        return plan.roll(x, docs=ra.Docs.from_segment_ids(ids, 2))
 
     out, *others, mean = results(ids)
+    with jax.set_mesh(plan.ring_axis.mesh):
+        others.append(jax.device_get(plan.unshard(rolled(ids, plan.shard(small[0])))))
     for x in (out, *others):
         assert np.isnan(x[0]).all() and np.isfinite(x[1]).all()
     assert np.isnan(mean)

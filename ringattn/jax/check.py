@@ -1,30 +1,9 @@
-"""What a call must satisfy in JAX: the shapes of ringattn.check, and dtypes."""
+"""What arrays must satisfy in JAX, beside what ringattn.check says of shapes: their dtypes."""
 
 import jax.numpy as jnp
 from jax import Array
 
-from ringattn.check.attention import of_batch, of_docs, of_lengths, of_plan, of_sinks
-from ringattn.masks.spec import AttentionSpec, Docs, raise_if
-from ringattn.plans.plan import Plan
-
-
-def check(
-    arrays: tuple[Array, Array, Array, Array | None], plan: Plan, lengths: tuple[int, int], spec: AttentionSpec,
-    docs: Docs | None, key_docs: Docs | None,
-) -> None:  # fmt: skip
-    """Raise what is wrong with arrays whose shapes match.
-
-    `lengths` are how many tokens q and k must have: all of them, or one device's.
-    """
-    q, k, v, sinks = arrays
-    raise_if(
-        of_dtypes(q, k, v)
-        or of_batch(q)
-        or of_plan(q, k, v, plan)
-        or of_sinks_for(q, sinks)
-        or of_lengths(q, k, plan, spec, lengths, docs, key_docs)
-        or of_docs(q.shape[0], plan, spec, docs, key_docs)
-    )
+from ringattn.check.attention import of_sinks
 
 
 def of_sinks_for(q: Array, sinks: Array | None) -> str | None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ringattn.jax.lookup import cut_as, entry, rows_of, uncut, up_to
+from ringattn.jax.lookup import cut_as, entry, rows_of, spoiled, uncut, up_to
 from ringattn.kernels.arrays import accumulator
 from ringattn.masks.spec import Docs
 from ringattn.plans.plan import Plan
@@ -65,7 +65,8 @@ def causal_convolution(x_BTC: Array, weight_CW: Array, plan: Plan | None = None,
     inside = [(at - w >= start)[..., None] for w in range(W)]
     taken = [rows[:, :, W - 1 - w : W - 1 - w + segment].reshape(B, T, C) for w in range(W)]
     pairs = zip(taken, inside, strict=True)
-    return jnp.stack([jnp.where(ok, x, 0) * weight_CW[:, w] for w, (x, ok) in enumerate(pairs)]).sum(0)
+    made = jnp.stack([jnp.where(ok, x, 0) * weight_CW[:, w] for w, (x, ok) in enumerate(pairs)]).sum(0)
+    return spoiled(made, docs and docs.starts)
 
 
 def start_of(positions_T: Array, docs: Docs) -> Array:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -51,6 +52,16 @@ def by_rows(look_up: Callable[[Array, Array], Array], x_RN: Array, at: Array) ->
     spec = cuts[0][1].update(spec=P(row_cut, token_cut))
     made: Array = jax.sharding.auto_axes(both, out_sharding=spec)(x_RN, at)
     return made
+
+
+def spoiled(x: Array, *starts: Any) -> Array:
+    """`x` with NaN in rows of the batch whose traced ids have more documents than there is room for."""
+    for each in starts:
+        if each is not None and not isinstance(each, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating):
+            bad = each[:, -1] < 0
+            bad = bad if len(bad) == 1 else jnp.repeat(bad, x.shape[0] // len(bad))  # a state a document
+            x = jnp.where(bad.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+    return x
 
 
 def rows_of(table: Array, at: Array) -> Array:

@@ -19,7 +19,7 @@ from ringattn.check.attention import of_packed, of_shapes
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, automatic_axes, platform
 from ringattn.jax.attention.steps import local_positions
-from ringattn.jax.lookup import up_to
+from ringattn.jax.lookup import cut_as, spoiled, up_to
 from ringattn.layouts.layout import Layout
 from ringattn.masks.spec import Docs, raise_if, whole
 from ringattn.plans.plan import Plan
@@ -85,7 +85,8 @@ def roll(x: Array, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None 
     if fill is None and jnp.issubdtype(x.dtype, jnp.unsignedinteger):
         moved = moved.astype(int)  # bytes have no -100
     empty = (-100 if jnp.issubdtype(x.dtype, jnp.integer) else 0) if fill is None else fill
-    return shard(jnp.where(inside.reshape(shape), moved, jnp.asarray(empty, moved.dtype)), plan, dim)
+    moved = jnp.where(inside.reshape(shape), moved, jnp.asarray(empty, moved.dtype))
+    return shard(spoiled(moved, docs and docs.starts), plan, dim)
 
 
 def dim_of(x: Array, dim: int) -> int:
@@ -219,17 +220,13 @@ def moved(x: Array, there: NamedSharding) -> Array:
     """`x` with this sharding: a concrete array is moved, a traced one constrained; the compiler decides open dims."""
     mesh = there.mesh
     if isinstance(mesh, Mesh) and not isinstance(x, jax.core.Tracer):
-        return jax.device_put(x, closed(there))
+        closed = P(*(None if cut is P.UNCONSTRAINED else cut for cut in there.spec))  # open dims are not cut
+        return jax.device_put(x, NamedSharding(mesh, closed))
     x = resharded(x, mesh, there.spec)
     if AxisType.Auto not in mesh.axis_types:
         return x
     cuts = (of_kind(AxisType.Auto, mesh, cut) or (P.UNCONSTRAINED if cut else None) for cut in there.spec)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*cuts)))
-
-
-def closed(there: NamedSharding) -> NamedSharding:
-    """The same sharding with open dims not cut."""
-    return NamedSharding(there.mesh, P(*(None if cut is P.UNCONSTRAINED else cut for cut in there.spec)))
 
 
 def resharded(x: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
@@ -249,13 +246,19 @@ def names_of(cut: Any) -> tuple[str, ...]:
     return (cut,) if isinstance(cut, str) else () if cut is P.UNCONSTRAINED else tuple(cut or ())
 
 
+@lru_cache(maxsize=256)
 def over_mesh(
-    work: Any, mesh: Mesh | AbstractMesh, given: Any, results: Any, check_vma: bool = True, free: bool = True
-) -> Any:
-    """A program: `work` on every device; arguments are moved to the specs `given`, results have the specs `results`.
+    function: Any, call: Any, mesh: Mesh | AbstractMesh | None = None, given: Any = (), results: Any = (),
+    free: bool = True, check_vma: bool = True,
+) -> Any:  # fmt: skip
+    """A program: `function(call, *arrays)` on every device of the mesh; without a mesh, on arrays as they are.
 
-    If `free`, automatic axes that no spec names, except the data axis, stay the compiler's: what they cut stays cut.
+    Arguments are moved to the specs `given`, results have the specs `results`. If `free`, automatic axes that no spec
+    names, except the data axis, stay the compiler's: what they cut stays cut.
     """
+    work = partial(function, call)
+    if mesh is None:
+        return jax.jit(work)
     specs = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, P))
     left = automatic_axes(mesh).keys() - {"data", *(name for spec in specs for cut in spec for name in names_of(cut))}
     left = left if free else set()
@@ -266,17 +269,17 @@ def over_mesh(
     def there(x: Array | None, spec: P) -> Array | None:
         return None if x is None else resharded(x, mesh, spec)
 
-    def call(*arrays: Any) -> Any:
+    def program(*arrays: Any) -> Any:
         return inner(*jax.tree.map(there, arrays, given, is_leaf=lambda x: x is None))
 
-    return jax.jit(call)
+    return jax.jit(program)
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
 def padded(x: Array, pad: int, dim: int) -> Array:
     """`x` with this many zeros appended along `dim`, in any dtype, also that of random keys."""
     nothing = jnp.zeros_like(x, shape=(*x.shape[:dim], pad, *x.shape[dim + 1 :]))
-    return jnp.concatenate([x, nothing], dim)
+    return jnp.concatenate([x, cut_as(nothing, x)], dim)
 
 
 def reordered(x: Array, layout: Layout, dim: int, back: bool = False) -> Array:

@@ -18,7 +18,7 @@ from ringattn.masks.values import Value, fields
 from ringattn.plans.cost import MAX_GROUPS, Shape, exchanged, groups_of, heads_of_group, may_group
 from ringattn.plans.machine import Link, Machine, assumed
 from ringattn.plans.ranks import NOT_HERE, Ranks
-from ringattn.plans.sizes import blocks_of, groups_problem, heads_of, heads_problem, size_of
+from ringattn.plans.sizes import groups_problem, heads_of, heads_problem, size_of
 from ringattn.plans.transport import Transport
 
 STRATEGIES = ("ring", "gather", "ulysses")
@@ -72,7 +72,6 @@ class Plan(Value):
     work: AttentionSpec | None = None  # layout="balanced": the attention whose work is dealt out equally
     deterministic: bool = False  # only kernels whose results have the same bits in every run
     saved_as: str | None = None  # in JAX: the name of attention's results for policies of jax.checkpoint
-    blocks: tuple[int, int] | None = None  # on TPUs: the most queries and keys of a kernel's block
     machine: Machine = field(default=None, repr=False)  # type: ignore[assignment]  # None: the shipped one of the device
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: Report = field(default=report_with(), compare=False, repr=False)
@@ -95,11 +94,6 @@ class Plan(Value):
             raise_if(self._docs_problem())
         if self.saved_as is not None and (self.framework != "jax" or not isinstance(self.saved_as, str)):
             raise ValueError(f"saved_as={self.saved_as!r}: a name for policies of jax.checkpoint, for a JAX mesh only")
-        object.__setattr__(self, "blocks", blocks_of(self.blocks))
-        if self.blocks is not None and (self.framework != "jax" or self.kernel not in ("auto", "splash")):
-            raise ValueError(
-                f"blocks={self.blocks} are of the TPU kernel: leave them out, or use a JAX mesh and kernel='splash'"
-            )
         if self.heads is not None:
             raise_if(heads_problem(*self.heads, ulysses=self.ulysses, ring=self.ring))
         raise_if(self._transport_problem())

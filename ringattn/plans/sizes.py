@@ -44,16 +44,6 @@ def heads_of(heads: Any) -> tuple[int, int] | None:
     return query, key
 
 
-def blocks_of(blocks: Any) -> tuple[int, int] | None:
-    """(queries, keys) of a block, multiples of 128, or None."""
-    if blocks is None:
-        return None
-    sizes = [whole(size) or 0 for size in blocks] if isinstance(blocks, (tuple, list)) else []
-    if len(sizes) != 2 or any(size < 128 or size % 128 for size in sizes):
-        raise ValueError(f"blocks={blocks!r}: (queries, keys), each a multiple of 128")
-    return sizes[0], sizes[1]
-
-
 def dtype_name(dtype: Any) -> str:
     """The name of a dtype of torch, JAX or numpy, or of a string; a ValueError if attention does not support it."""
     bare = dtype if isinstance(dtype, type) else getattr(dtype, "dtype", dtype)  # jnp.float32 is no dtype but has one

@@ -197,4 +197,4 @@ def padded(lse: Array, starts: tuple[int, ...]) -> Array:
 
 
 attend, attend_backward = over_rectangles("cuDNN", forward, backward)
-KERNEL = JaxKernel(attend, attend_backward, refuses, prepare=prepare)  # one call computes dq, dk and dv
+KERNEL = JaxKernel(attend, attend_backward, refuses, prepare=prepare, cut=rectangles)  # a call computes dq, dk and dv

@@ -6,9 +6,9 @@ The exchange is one custom_vjp around the whole ring or gather: it keeps q, k, v
 grows with the sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,20 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringattn.check.attention import of_batch, of_docs, of_lengths, of_plan
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention import ulysses
 from ringattn.jax.attention.gather import gather_backward, gather_forward
-from ringattn.jax.attention.groups import landed, of_heads, one_ahead
+from ringattn.jax.attention.groups import of_heads, one_ahead, received
 from ringattn.jax.attention.ring import ring_backward, ring_forward
 from ringattn.jax.attention.steps import Score, Sight, cut_of, local_positions, shape_of, step_of
-from ringattn.jax.check import check
+from ringattn.jax.check import of_dtypes, of_sinks_for
+from ringattn.jax.lookup import spoiled
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels.partial import NEVER, add_sinks, empty, sink_gradient
 from ringattn.kernels.varying import axes_of, vary
-from ringattn.masks.spec import AttentionSpec, Docs, register_in_jax
+from ringattn.masks.spec import AttentionSpec, Docs, raise_if, register_in_jax
 from ringattn.plans.mask import Mask, among_all
 from ringattn.plans.plan import Plan
 from ringattn.plans.spmd import SharedRecipe
@@ -65,15 +67,22 @@ def attention(
     """
     plan, placed, inside = located(q, k, v, plan)
     spec = AttentionSpec() if spec is None else spec
-    lengths = [side.local_len if inside else side.tokens.padded_length for side in (plan, plan.keys)]
-    arrays = q, k, v, sinks
-    check(arrays, plan, (lengths[0], lengths[1]), spec, docs, key_docs)
+    length, key_length = (side.local_len if inside else side.tokens.padded_length for side in (plan, plan.keys))
+    raise_if(
+        of_dtypes(q, k, v)
+        or of_batch(q)
+        or of_plan(q, k, v, plan)
+        or of_sinks_for(q, sinks)
+        or of_lengths(q, k, plan, spec, (length, key_length), docs, key_docs)
+        or of_docs(q.shape[0], plan, spec, docs, key_docs)
+    )
     eager = is_eager(q) and cut_of(plan) is None
     if eager:
         docs, key_docs = filled(docs), filled(key_docs)
-    call = call_of(plan, spec, docs, key_docs, return_lse, fixed=not eager)
+    call, arrays = call_of(plan, spec, docs, key_docs, return_lse, fixed=not eager), (q, k, v, sinks)
+    given = docs and docs.starts, key_docs and key_docs.starts, docs and docs.spans
     if inside:
-        out, lse = alone(call)(arrays, starts_of(docs, key_docs))
+        out, lse = over_mesh(on_device, call)(arrays, tuple(map(whole_numbers, given)))
     else:
         mesh, tokens = mesh_here(plan), cut_of_tokens(q, k, plan, placed)
         names = tokens[0] if isinstance(tokens[0], tuple) else (tokens[0],)
@@ -83,10 +92,11 @@ def attention(
                 f"{docs}: rows with other trees are part of the program, and the batch is cut over {tokens[0]!r}; call "
                 "attention inside a shard_map over it, with this device's rows"
             )
-        cuts = cut_of_rows(docs, tokens), cut_of_rows(key_docs, tokens)
-        rows = *cuts, cuts[0]
-        starts = starts_of(docs, key_docs, mesh if eager else None, rows)
-        out, lse = program(call, mesh, tokens, rows)(arrays, starts)
+        rows = tuple(cut_of_rows(x, tokens) for x in given)
+        starts = tuple(whole_numbers(x, mesh if eager else None, cut) for x, cut in zip(given, rows, strict=True))
+        specs, results = ((tokens, tokens, tokens, P(tokens[2])), rows), (tokens, tokens)
+        program = over_mesh(on_device, call, mesh, specs, results, plan.axes.cuts is None)
+        out, lse = program(arrays, starts)
     return (out, lse) if return_lse else out
 
 
@@ -111,16 +121,9 @@ def filled(docs: Docs | None) -> Docs | None:
     return Docs.bare(np.pad(docs.starts, ((0, 0), (0, more)), mode="edge"), docs.length, spans=docs.spans)
 
 
-def cut_of_rows(docs: Docs | None, tokens: P) -> P:
+def cut_of_rows(starts: Any, tokens: P) -> P:
     """The sharding of the starts of documents."""
-    return P(tokens[0]) if docs is not None and docs.starts.shape[0] > 1 else P()
-
-
-def starts_of(docs: Docs | None, key_docs: Docs | None, mesh: Any = None, rows: Sequence[P] = (P(),) * 3) -> Starts:
-    """What the program gets of documents."""
-    given = docs and docs.starts, key_docs and key_docs.starts, docs and docs.spans
-    first, second, third = (whole_numbers(x, mesh, cut) for x, cut in zip(given, rows, strict=True))
-    return first, second, third
+    return P(tokens[0]) if starts is not None and starts.shape[0] > 1 else P()
 
 
 def whole_numbers(x: Any, mesh: Any = None, cut: P | None = None) -> Array | None:
@@ -146,21 +149,6 @@ def call_of(
     return Call(Mask(plan, spec, *both, among), lse, padded, padded if key_docs is None else key_docs.padded)
 
 
-@lru_cache(maxsize=128)
-def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: Sequence[P]) -> Any:
-    """(q, k, v, sinks), starts -> out, lse on global arrays; `tokens` is the sharding of q, k and v."""
-    specs = ((tokens, tokens, tokens, P(tokens[2])), rows)
-    interpreted = call.mask.plan.kernel == "splash" and call.mask.plan.device != "tpu"
-    free = call.mask.plan.axes.cuts is None
-    return over_mesh(partial(on_device, call), mesh, specs, (tokens, tokens), not interpreted, free)
-
-
-@lru_cache(maxsize=128)
-def alone(call: Call) -> Any:
-    """One device's part as a program of its own, which is compiled once."""
-    return jax.jit(partial(on_device, call))
-
-
 def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
     """One device's part: its tokens in, its tokens' (out, lse) back."""
     plan, axis = call.mask.plan, call.mask.plan.ulysses_axis
@@ -172,25 +160,13 @@ def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]
         begun, over = (jnp.searchsorted(jnp.asarray(x), local_positions(plan), side="right") for x in call.mask.seeing)
         real = (begun > over)[None]
     q, k, v = ulysses.ready(q, k, v, axis, real, real_keys)
-    arrays = q, k, v, sinks
     groups = plan.groups_for(shape_of(q, k, v, plan, (q.shape[2], k.shape[2]))) if plan.ulysses > 1 else 1
     if groups > 1:
-        out, lse = in_groups(call, groups, arrays, starts)
+        out, lse = exchange(call, groups, (q, k, v, sinks), starts)
     else:
-        q, k, v = landed(ulysses.enter((q, k, v), axis))
-        here = exchange(call, (q, k, v, sinks_of(sinks, axis)), starts)
-        out, lse = landed(ulysses.leave(here, axis))
+        q, k, v = received(ulysses.enter((q, k, v), axis))
+        out, lse = received(ulysses.leave(exchange(call, 1, (q, k, v, sinks_of(sinks, axis)), starts), axis))
     return spoiled(ulysses.cleared(out, real), *starts[:2]), spoiled(ulysses.cleared(lse, real, NEVER), *starts[:2])
-
-
-def spoiled(x: Array, *starts: Any) -> Array:
-    """`x` with NaN in rows of the batch whose traced ids have more documents than there is room for."""
-    for each in starts:
-        if each is not None:
-            bad = each[:, -1] < 0
-            bad = bad if len(bad) == 1 else jnp.repeat(bad, x.shape[0] // len(bad))  # a state a document
-            x = jnp.where(bad.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
-    return x
 
 
 def sinks_of(sinks: Array | None, axis: MeshAxis, group: Any = 0, groups: int = 1) -> Array | None:
@@ -209,90 +185,35 @@ def real_tokens(plan: Plan, starts: Any, docs_padded: bool) -> ulysses.Real:
     return local_positions(plan)[None] < limit
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
-    """Attention of a ring shard's queries over the keys of the whole ring: (out in q's dtype, lse)."""
-    return attended(call, arrays, starts)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def exchange(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
+    """(out in q's dtype, lse) of a ring shard's queries over the keys of the whole ring.
+
+    With several groups of heads arrays and results are those outside of Ulysses: one group enters, and another leaves,
+    beside the work of a third. Backward exchanges them all again, which kernels hide.
+    """
+    return attended(call, arrays, starts) if groups == 1 else attended_in_groups(call, groups, arrays, starts)
 
 
-def exchange_fwd(call: Call, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+def exchange_forward(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], Any]:
     """The residuals, including the lse, are differentiated too in second derivatives."""
-    results = named(call, exchange(replace(call, lse=True), arrays, starts))
+    out, lse = exchange(replace(call, lse=True), groups, arrays, starts)
+    name = call.mask.plan.saved_as
+    results = checkpoint_name(out, name or OUT), checkpoint_name(lse, name or LSE)
     return results, (arrays, starts, results)
 
 
-def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array]) -> tuple[Arrays, None]:
+def exchange_backward(call: Call, groups: int, saved: Any, given: tuple[Array, Array]) -> tuple[Arrays, None]:
     """Gradients in the dtypes of their inputs, accumulated in float32."""
     (q, k, v, sinks), starts, results = saved
-    step = step_of(q, k, v, call.mask, starts)
-    (ready, *rows), dsinks = rows_of(call, step[1], q, sinks, results, given)
-    dq, dk, dv = (x.astype(y.dtype) for x, y in zip(gradients(step, (q, k, v), ready, rows), (q, k, v), strict=True))
+    step = partial(step_of, mask=call.mask, given=starts, heads=None if groups == 1 else (q.shape[2], k.shape[2]))
+    rows, dsinks = rows_of(call, step(q, k, v)[1], q, sinks, results, given)
+    backward = gradients if groups == 1 else partial(gradients_in_groups, call.mask.plan.ulysses_axis, groups)
+    dq, dk, dv = (x.astype(y.dtype) for x, y in zip(backward(step, (q, k, v), rows), (q, k, v), strict=True))
     return (dq, dk, dv, dsinks), None
 
 
-exchange.defvjp(exchange_fwd, exchange_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def in_groups(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
-    """Enter Ulysses, `exchange` and leave, in groups of heads.
-
-    Backward gets the inputs and the results, and exchanges all of them again: kernels hide it.
-    """
-    (q, k, v, sinks), axis = arrays, call.mask.plan.ulysses_axis.rotating
-    heads = q.shape[2], k.shape[2]
-    given, once = brought((q, k, v), heads, axis, groups)
-
-    def bring(group: Any) -> list[Any]:
-        return ulysses.enter(of_heads(given, group, groups, axis.size), axis)
-
-    def work(group: Any, here: list[Array]) -> tuple[Any, Any, Any]:
-        q, k, v = [*here, *once]
-        return attended(call, (q, k, v, sinks_of(sinks, axis, group, groups)), starts, heads), (), ()
-
-    (out, lse), _, _ = one_ahead(bring, work, partial(ulysses.leave, axis=axis), groups, axis.size)
-    return out, lse
-
-
-def in_groups_fwd(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], Any]:
-    results = named(call, in_groups(replace(call, lse=True), groups, arrays, starts))
-    return results, (arrays, starts, results)
-
-
-def in_groups_bwd(call: Call, groups: int, saved: tuple[Any, ...], given: tuple[Array, Array]) -> tuple[Arrays, None]:
-    (q, k, v, sinks), starts, results = saved
-    axis, mask, heads = call.mask.plan.ulysses_axis.rotating, call.mask, (q.shape[2], k.shape[2])
-    whole, dsinks = rows_of(call, step_of(q, k, v, mask, starts, heads)[1], q, sinks, results, given)
-    every, form = jax.tree.flatten((whole, (q, k, v)))
-    sent, once = brought(every, heads, axis, groups)
-    each = 3 - len(once)  # of the gradients belong to a group, the others to all
-
-    def bring(group: Any) -> list[Any]:
-        return ulysses.enter(of_heads(sent, group, groups, axis.size), axis)
-
-    def work(group: Any, here: list[Array]) -> tuple[Any, Any, Any]:
-        (ready, *rows), (q, k, v) = jax.tree.unflatten(form, [*here, *once])
-        grads = gradients(step_of(q, k, v, mask, starts, heads), (q, k, v), ready, rows)
-        return [x.astype(y.dtype) for x, y in zip(grads[:each], (q, k, v), strict=False)], (), grads[each:]
-
-    leave = partial(ulysses.leave, axis=axis)
-    home, _, sums = one_ahead(bring, work, leave, groups, axis.size)
-    dq, dk, dv = home + landed(leave([x.astype(y.dtype) for x, y in zip(sums, (k, v), strict=False)]))
-    return (dq, dk, dv, dsinks), None
-
-
-def brought(
-    arrays: Sequence[Array], heads: tuple[int, int], axis: MeshAxis, groups: int
-) -> tuple[Sequence[Array], list[Array]]:
-    """Of arrays that end with keys and values, those that are brought group by group, and those that have come.
-
-    A rank's only key head comes once, for all groups of its query heads.
-    """
-    size = len(arrays) if heads[1] >= groups * axis.size else len(arrays) - 2
-    return arrays[:size], landed(ulysses.enter(arrays[size:], axis))
-
-
-in_groups.defvjp(in_groups_fwd, in_groups_bwd)
+exchange.defvjp(exchange_forward, exchange_backward)
 
 
 def attended(call: Call, arrays: Arrays, starts: Starts, heads: tuple[int, int] | None = None) -> tuple[Array, Array]:
@@ -305,10 +226,31 @@ def attended(call: Call, arrays: Arrays, starts: Starts, heads: tuple[int, int] 
     return part.out.astype(q.dtype), part.lse
 
 
-def named(call: Call, results: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The results with their names for policies of jax.checkpoint."""
-    name = call.mask.plan.saved_as
-    return checkpoint_name(results[0], name or OUT), checkpoint_name(results[1], name or LSE)
+def attended_in_groups(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
+    (q, k, v, sinks), axis = arrays, call.mask.plan.ulysses_axis.rotating
+    heads = q.shape[2], k.shape[2]
+    by_group, shared = of_groups((q, k, v), heads, axis, groups)
+
+    def receive(group: Any) -> list[Any]:
+        return ulysses.enter(of_heads(by_group, group, groups, axis.size), axis)
+
+    def work(group: Any, arrived: list[Array]) -> tuple[Any, Any, Any]:
+        q, k, v = [*arrived, *shared]
+        return attended(call, (q, k, v, sinks_of(sinks, axis, group, groups)), starts, heads), (), ()
+
+    (out, lse), _, _ = one_ahead(receive, work, partial(ulysses.leave, axis=axis), groups, axis.size)
+    return out, lse
+
+
+def of_groups(
+    arrays: Sequence[Array], heads: tuple[int, int], axis: MeshAxis, groups: int
+) -> tuple[Sequence[Array], list[Array]]:
+    """Of arrays that end with keys and values, those that travel group by group, and those that have arrived.
+
+    A rank's only key head arrives first, for all groups of its query heads.
+    """
+    size = len(arrays) if heads[1] >= groups * axis.size else len(arrays) - 2
+    return arrays[:size], received(ulysses.enter(arrays[size:], axis))
 
 
 def rows_of(
@@ -323,10 +265,33 @@ def rows_of(
     return rows, None if sinks is None else sink_gradient(sinks, lse, delta)
 
 
-def gradients(
-    step: tuple[SharedRecipe, Score, Sight], arrays: tuple[Array, Array, Array], ready: Array, rows: list[Any]
-) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in float32; `ready` are the queries as the kernel wants them."""
-    (recipe, score, sight), (_, k, v) = step, arrays
+Step = Callable[..., tuple[SharedRecipe, Score, Sight]]  # of (q, k, v)
+
+
+def gradients(step: Step, arrays: tuple[Array, Array, Array], rows: Sequence[Any]) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in float32; the first of the rows are the queries as the kernel wants them."""
+    (recipe, score, sight), (_, k, v), (ready, *others) = step(*arrays), arrays, rows
     backward = gather_backward if recipe.gathers else ring_backward
-    return backward(ready, k, v, recipe, sight, score, tuple(rows))
+    return backward(ready, k, v, recipe, sight, score, tuple(others))
+
+
+def gradients_in_groups(
+    axis: MeshAxis, groups: int, step: Step, arrays: tuple[Array, Array, Array], rows: Sequence[Any]
+) -> list[Array]:
+    """(dq, dk, dv) in the dtypes in which they leave."""
+    q, k, v = arrays
+    axis, (every, form) = axis.rotating, jax.tree.flatten((rows, arrays))
+    by_group, shared = of_groups(every, (q.shape[2], k.shape[2]), axis, groups)
+    each = 3 - len(shared)  # of the gradients belong to a group, the others to all
+
+    def receive(group: Any) -> list[Any]:
+        return ulysses.enter(of_heads(by_group, group, groups, axis.size), axis)
+
+    def work(group: Any, arrived: list[Array]) -> tuple[Any, Any, Any]:
+        rows, local = jax.tree.unflatten(form, [*arrived, *shared])
+        grads = gradients(step, local, rows)
+        return [x.astype(y.dtype) for x, y in zip(grads[:each], arrays, strict=False)], (), grads[each:]
+
+    leave = partial(ulysses.leave, axis=axis)
+    returned, _, sums = one_ahead(receive, work, leave, groups, axis.size)
+    return returned + received(leave([x.astype(y.dtype) for x, y in zip(sums, (k, v), strict=False)]))

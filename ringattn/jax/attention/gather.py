@@ -1,4 +1,4 @@
-"""Gather: all keys at once, for one group of heads after the other; in backward their gradients are scattered home.
+"""Gather: all keys at once, for one group of heads after the other; in backward their gradients are scattered.
 
 Simple, and fast for short sequences; it needs O(T) memory for the keys of a group.
 """

@@ -1,7 +1,7 @@
-"""Heads in groups: while a kernel works on one, the next one arrives and the results of the last one go home.
+"""Heads in groups: while a kernel works on one, the next one arrives and the results of the last one return.
 
 As `ringattn.comms.axis.one_ahead` in torch, but in one loop, whose body is compiled once: the first step also sends
-zeros, and the last one also brings the first group again. A kernel hides both. XLA hides only what a barrier holds
+zeros, and the last one also receives the first group again. A kernel hides both. XLA hides only what a barrier holds
 beside a kernel; see ring.py.
 """
 
@@ -17,36 +17,36 @@ from ringattn.kernels.varying import axes_of, vary
 
 
 def one_ahead(
-    bring: Callable[[Any], list[Any]], work: Callable[[Any, list[Any]], tuple[Any, Any, Any]],
+    receive: Callable[[Any], list[Any]], work: Callable[[Any, list[Any]], tuple[Any, Any, Any]],
     send: Callable[[Any], list[Any]], groups: int, ranks: int = 1,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """What came home and what stays here, the heads of all groups side by side, and the sum of what they share.
+    """What returned and what stays, the heads of all groups side by side, and the sum of what they share.
 
-    bring(group) -> the transfers of what a group needs
+    receive(group) -> the transfers of what a group needs
     work(group, what arrived) -> what to send, what to keep, what to add to that of the other groups
     send(what to send) -> its transfers, of the heads of so many ranks
     """
-    here = landed(bring(0))
+    arrived = received(receive(0))
     if groups == 1:
-        made, kept, total = work(0, here)
-        return landed(send(made)), kept, total
-    shapes = jax.eval_shape(lambda: work(0, here)[::2])
+        made, kept, total = work(0, arrived)
+        return received(send(made)), kept, total
+    shapes = jax.eval_shape(lambda: work(0, arrived)[::2])
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def step(carry: Any, group: Any) -> tuple[Any, Any]:
-        here, (made, total) = carry
-        coming, leaving = bring((group + 1) % groups), send(made)
-        made, kept, more = work(group, here)
-        coming, leaving, made, kept, more = lax.optimization_barrier((coming, leaving, made, kept, more))
-        return (landed(coming), (made, jax.tree.map(jnp.add, total, more))), (landed(leaving), kept)
+        arrived, (made, total) = carry
+        arriving, leaving = receive((group + 1) % groups), send(made)
+        made, kept, more = work(group, arrived)
+        arriving, leaving, made, kept, more = lax.optimization_barrier((arriving, leaving, made, kept, more))
+        return (received(arriving), (made, jax.tree.map(jnp.add, total, more))), (received(leaving), kept)
 
-    carry = here, vary(nothing, axes_of(here))
-    (_, (made, total)), (home, kept) = lax.scan(step, carry, jnp.arange(groups))
-    home = jax.tree.map(lambda others, last: jnp.concatenate([others[1:], last[None]]), home, landed(send(made)))
-    return jax.tree.map(partial(side_by_side, ranks=ranks), home), jax.tree.map(side_by_side, kept), total
+    carry = arrived, vary(nothing, axes_of(arrived))
+    (_, (made, total)), (sent, kept) = lax.scan(step, carry, jnp.arange(groups))
+    sent = jax.tree.map(lambda others, last: jnp.concatenate([others[1:], last[None]]), sent, received(send(made)))
+    return jax.tree.map(partial(side_by_side, ranks=ranks), sent), jax.tree.map(side_by_side, kept), total
 
 
-def landed(transfers: Sequence[Any]) -> list[Any]:
+def received(transfers: Sequence[Any]) -> list[Any]:
     return [transfer.wait() for transfer in transfers]
 
 

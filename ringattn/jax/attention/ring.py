@@ -5,7 +5,7 @@ A hop overlaps a step's work only if it starts before and ends after it. Left al
 holds them together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,12 +35,13 @@ def ring_forward(
             return arriving, part
         return lax.optimization_barrier((arriving, part))
 
-    legs = recipe.route.forward
-    if recipe.rectangles:
-        legs = home_apart(legs)
+    runs = recipe.route.forward
+    if recipe.rectangles:  # the first step is in no loop: it has other rectangles, and nothing to merge with
+        (flight, (local, *others)), *rest = runs
+        runs = [(flight, [local]), *([(flight, others)] if others else []), *rest]
     else:  # a loop needs something to merge with
         start = start or empty(q, v.shape[-1])
-    return travel(legs, step, vary(((k, v), start), axes_of(q, k, v, sight.begin)))[1]
+    return travel(runs, step, vary(((k, v), start), axes_of(q, k, v, sight.seen)))[1]
 
 
 def ring_backward(
@@ -48,43 +49,37 @@ def ring_backward(
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv), the sums in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
 
-    The work at home has two halves: dq while the keys start to travel, (dk, dv) while the others' return. A kernel
-    without halves runs while they return, which takes longer, since gradients are float32.
+    The work on local keys has two halves: dq while the keys start to travel, (dk, dv) while the others' return. A
+    kernel without halves runs while they return, which takes longer, since gradients are float32.
     """
     axis, route = recipe.plan.ring_axis, recipe.route
 
     def step(flight: Flight, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
-        keys, dq, grads = carry  # the first of these steps adds to zero, or to the dq from home
+        keys, dq, grads = carry  # the first of these steps adds to zero, or to the dq of local keys
         arriving, following = rotate(axis, keys, flight.keys), rotate(axis, grads, flight.grads)
         dq, dk, dv = score.attend_backward(q, *keys, sight.at(distance), *rows, dq=dq)
         arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
         return arriving, dq, sum_of(following, (dk, dv)) if flight.grads else (dk, dv)
 
     k, v, rows = lax.optimization_barrier((k, v, rows))  # else XLA sends the first hop, and holds its memory, too early
-    home = (q, k, v, sight.at(0), *rows)
+    local = (q, k, v, sight.at(0), *rows)
     if not route.hops:
-        return score.attend_backward(*home)
+        return score.attend_backward(*local)
     arriving, dq = rotate(axis, (k, v), route.hops[0]), None
     if score.halves:
-        arriving, dq = lax.optimization_barrier((arriving, score.halves(*home)[0]))
-    carry = vary((arriving, dq, None), axes_of(q, k, v, rows, sight.begin))
+        arriving, dq = lax.optimization_barrier((arriving, score.halves(*local)[0]))
+    carry = vary((arriving, dq, None), axes_of(q, k, v, rows, sight.seen))
     _, dq, grads = travel(route.backward, step, carry)
-    grads, home = lax.optimization_barrier((grads, home))  # else XLA does this work before there is a hop to hide
-    own = score.halves(*home) if score.halves else score.attend_backward(*home, dq=dq)
+    grads, local = lax.optimization_barrier((grads, local))  # else XLA does this work before there is a hop to hide
+    own = score.halves(*local) if score.halves else score.attend_backward(*local, dq=dq)
     dq = dq if score.halves else own[0]
     returned, *own = lax.optimization_barrier((rotate(axis, grads, route.home), *own[1:]))
     return dq, *sum_of(tuple(own), returned)
 
 
-def home_apart(legs: Sequence[tuple[Flight, list[int]]]) -> list[tuple[Flight, list[int]]]:
-    """The same steps, the first of which is in no loop: it has other rectangles, and nothing to merge with."""
-    (flight, (home, *others)), *rest = legs
-    return [(flight, [home]), *([(flight, others)] if others else []), *rest]
-
-
-def travel(legs: list[tuple[Flight, list[int]]], step: Callable[..., Any], carry: Any) -> Any:
+def travel(runs: list[tuple[Flight, list[int]]], step: Callable[..., Any], carry: Any) -> Any:
     """Every step in turn; those with the same hops are one loop, however many there are."""
-    for flight, distances in legs:
+    for flight, distances in runs:
         if len(distances) == 1:
             carry = step(flight, carry, distances[0])
         else:
@@ -92,7 +87,7 @@ def travel(legs: list[tuple[Flight, list[int]]], step: Callable[..., Any], carry
             def looped(carry: Any, distance: Array, flight: Flight = flight) -> tuple[Any, None]:
                 return step(flight, carry, distance), None
 
-            keys, *made = carry  # a step may give them in a narrower dtype, but a loop's carry keeps its type
+            keys, *made = carry  # a step may give them in low precision, but a loop's carry keeps its type
             carry, _ = lax.scan(looped, (keys, *in_sums(made)), jnp.asarray(distances, jnp.int32))
     return carry
 

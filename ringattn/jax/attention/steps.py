@@ -12,10 +12,9 @@ from jax import Array
 
 from ringattn.comms.jax import automatic_axes, generation
 from ringattn.jax.lookup import entry, up_to
-from ringattn.kernels.attention.libraries import jax_cudnn
-from ringattn.kernels.attention.pallas.blocks import Blocks, limit_of
+from ringattn.kernels.attention.pallas import TABLE
 from ringattn.kernels.families import over_families_in_jax
-from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets
+from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets, stack
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.layouts.layout import Layout, to_local
 from ringattn.masks.bands import Bands, covered, intervals
@@ -139,23 +138,32 @@ Cut = Callable[[np.ndarray, np.ndarray, int], tuple[Rectangle, ...] | None]
 
 
 def cut_of(plan: Plan) -> Cut | None:
-    """Known intervals (begin, end, keys) as rectangles for the plan's kernel; None if it takes intervals."""
-    return jax_cudnn.rectangles if plan.device == "cuda" else None
+    """How a kernel of the plan's devices cuts known intervals (begin, end, keys); None if all take intervals."""
+    return next(
+        (kernel.load().cut for kernel in TABLE if kernel.rectangles and plan.device not in kernel.skipped_on), None
+    )
+
+
+def tables_of(mask: Mask) -> list[Table] | None:
+    """Of each family the rectangles of every ring rank; None if the kernel takes intervals, or if they are too many."""
+    make = cut_of(mask.plan)
+    tables = [table_of(mask, make, i) for i in range(len(mask.families))] if make else []
+    return [table for table in tables if table] if tables and None not in tables else None
 
 
 @lru_cache(maxsize=64)
-def table_of(mask: Mask, make: Cut = jax_cudnn.rectangles, family: int = 0) -> Table | None:
+def table_of(mask: Mask, make: Cut, family: int) -> Table | None:
     """The rectangles of every ring rank: by distance on a ring, among all keys for a gather; None if too many."""
     plan, keys = mask.plan, mask.plan.keys
-    held = keys.tokens.padded_length if plan.strategy == "gather" else keys.tokens.shard_len
+    gathers = plan.strategy == "gather"
     seen = [mask.bounds(plan.tokens.shard(rank))[family] for rank in range(plan.ring)]
     sets: list[tuple[Rectangle, ...]] = []
-    which = np.zeros((1 if plan.strategy == "gather" else plan.ring, plan.ring), np.int64)
+    which = np.zeros((1 if gathers else plan.ring, plan.ring), np.int64)
     for row, rank in np.ndindex(which.shape):
         limits = seen[rank]
-        if plan.strategy != "gather":
+        if not gathers:
             limits = to_local(keys.tokens.shard((rank - row) % plan.ring), *limits)
-        rectangles = make(*limits, held)
+        rectangles = make(*limits, keys.tokens.padded_length if gathers else keys.tokens.shard_len)
         if rectangles is None:
             return None
         if rectangles not in sets:
@@ -167,37 +175,26 @@ def table_of(mask: Mask, make: Cut = jax_cudnn.rectangles, family: int = 0) -> T
 
 
 class Sight(NamedTuple):
-    """The keys that this ring rank's queries see: global intervals, and their part in any block of keys.
+    """The keys that this ring rank's queries see: of each family global intervals, and their part in any block."""
 
-    `also` are further families.
-    """
-
-    begin: Array
-    end: Array
+    seen: list[Side]
     keys: Layout
     rank: Any
-    table: Table | None = None
-    also: tuple["Sight", ...] = ()
+    tables: list[Table] | None = None
 
     def at(self, distance: Any) -> Intervals:
         """The local intervals among the keys of the rank `distance` steps back."""
-        source = (self.rank - distance) % self.keys.ring
-        choice = self.table.choice(distance, self.rank) if self.table else None
-        also = tuple(other.at(distance) for other in self.also)
-        return Intervals(*to_local(shard_of(self.keys, source), self.begin, self.end), choice=choice, also=also)
+        shard = shard_of(self.keys, (self.rank - distance) % self.keys.ring)
+        return self.stacked([to_local(shard, *sides) for sides in self.seen], distance)
 
     @property
     def everywhere(self) -> Intervals:
         """The intervals among all keys in their global order."""
-        choice = self.table.choice(0, self.rank) if self.table else None
-        return Intervals(self.begin, self.end, choice=choice, also=tuple(other.everywhere for other in self.also))
+        return self.stacked(self.seen, 0)
 
-
-def tables_of(mask: Mask) -> list[Table] | None:
-    """Of each family the rectangles of every ring rank; None if the kernel takes intervals, or if they are too many."""
-    make = cut_of(mask.plan)
-    tables = [table_of(mask, make, i) for i in range(len(mask.families))] if make else []
-    return [table for table in tables if table] if tables and None not in tables else None
+    def stacked(self, families: list[Side], row: Any) -> Intervals:
+        choices = [table.choice(row, self.rank) for table in self.tables or ()] or [None] * len(families)
+        return stack([Intervals(*sides, choice=choice) for sides, choice in zip(families, choices, strict=True)])
 
 
 def step_of(
@@ -212,12 +209,8 @@ def step_of(
     static = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)
     seen = global_bounds(mask, shard_positions(plan.tokens, plan.ring_axis.rank), starts, key_starts, spans)
     tables = tables_of(mask) if static else None
-    first, *others = (
-        Sight(*sides, plan.keys.tokens, plan.ring_axis.rank, tables[i] if tables else None)
-        for i, sides in enumerate(seen)
-    )
     recipe = recipe_of(q, k, v, mask, rectangles=tables is not None, static=static, heads=heads)
-    return recipe, score_of(recipe), first._replace(also=tuple(others))
+    return recipe, score_of(recipe), Sight(seen, plan.keys.tokens, plan.ring_axis.rank, tables)
 
 
 def recipe_of(
@@ -242,13 +235,9 @@ def shape_of(q: Array, k: Array, v: Array, plan: Plan, heads: tuple[int, int]) -
 
 def score_of(recipe: SharedRecipe) -> Score:
     """The selected kernel, its scale, its softcap and its own options filled in."""
-    (kernel, problem), plan, spec = recipe.chosen, recipe.plan, recipe.mask.spec
+    (kernel, problem), spec = recipe.chosen, recipe.mask.spec
     loaded: JaxKernel = over_families_in_jax(kernel.load())
     given = {"scale": spec.scale_for(problem.head_dim), "softcap": spec.softcap, **loaded.options(problem)}
-    if plan.blocks is not None:
-        if kernel.name != "splash":
-            raise ValueError(f"blocks={plan.blocks} are of the TPU kernel, and {kernel.name} runs; leave them out")
-        given["blocks"] = Blocks(*plan.blocks, limit_of(problem.arch))
     whole: Callable[..., Any] = partial(loaded.attend_backward, **given)
     halves: Callable[..., Any] | None = loaded.halves and partial(loaded.halves, **given)
     if not loaded.plain:

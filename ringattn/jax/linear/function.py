@@ -1,20 +1,20 @@
 """`linear_attention` on JAX arrays: check, then each device's part (device.py) under shard_map."""
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
-from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, spoiled, whole_numbers
+from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, whole_numbers
 from ringattn.jax.check import of_dtypes
 from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_device
 from ringattn.jax.linear.states import KEPT
+from ringattn.jax.lookup import spoiled
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels.arrays import accumulator
 from ringattn.masks.numeric import of_choice
@@ -60,13 +60,15 @@ def linear_attention(
         docs = filled(docs)
     kernel = kernel_of(kernel, plan, q, v, documents)
     call = Call(plan, scale, scan, returned, documents, docs is not None and docs.padded, kernel)
+    starts = docs and docs.starts
     if inside:
-        out, end = alone(call)(arrays, whole_numbers(docs and docs.starts))
+        out, end = over_mesh(recomputed, call)(arrays, whole_numbers(starts))
     else:
         mesh, tokens = mesh_here(plan), cut_of_tokens(q, k, plan, lying)
-        rows = cut_of_rows(docs, tokens)
-        starts = whole_numbers(docs and docs.starts, mesh if is_eager(q) else None, rows)
-        out, end = program(call, mesh, tokens, rows)(arrays, starts)
+        rows, state = cut_of_rows(starts, tokens), P(tokens[0], tokens[2])
+        specs, results = ((*[tokens] * 5, state), rows), (tokens, state)
+        program = over_mesh(recomputed, call, mesh, specs, results, plan.axes.cuts is None)
+        out, end = program(arrays, whole_numbers(starts, mesh if is_eager(q) else None, rows))
     return (out, end) if return_state else out
 
 
@@ -110,25 +112,11 @@ def of_numbers(
     return None
 
 
-@lru_cache(maxsize=128)
-def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: P) -> Any:
-    """`Arrays`, starts -> out, end on global arrays, of which `tokens` says how q is cut."""
-    state = P(tokens[0], tokens[2])
-    free, interpreted = call.plan.axes.cuts is None, call.kernel == "pallas" and call.plan.device != "tpu"
-    specs = (*[tokens] * 5, state), rows
-    return over_mesh(recomputed(call), mesh, specs, (tokens, state), not interpreted, free)
-
-
-@lru_cache(maxsize=128)
-def alone(call: Call) -> Any:
-    """One device's part as a program of its own, which is compiled once."""
-    return jax.jit(recomputed(call))
-
-
-def recomputed(call: Call) -> Any:
-    """`on_device`, of which the inputs and the states before chunks are kept for backward, and nothing else."""
-    part: Any = partial(by_kernel, call)
-    if call.kernel != "pallas":
+def recomputed(call: Call, arrays: Arrays, starts: Any) -> Any:
+    """One device's part, of which the inputs and the states before chunks are kept for backward, and nothing else."""
+    if call.kernel == "pallas":
+        part: Any = by_kernel(call, arrays, starts)
+    else:
         policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-        part = jax.checkpoint(partial(on_device, call), policy=policy)
-    return lambda arrays, starts: jax.tree.map(lambda x: spoiled(x, starts), part(arrays, starts))
+        part = jax.checkpoint(partial(on_device, call), policy=policy)(arrays, starts)
+    return jax.tree.map(lambda x: spoiled(x, starts), part)
