@@ -13,8 +13,8 @@ from ringattn.comms.axis import roles
 from ringattn.kernels.rates import RATES
 from ringattn.masks.slices import Mask
 from ringattn.masks.spec import AttentionSpec, Docs, raise_if
-from ringattn.plans.candidates import Asked, candidates, compared, dtype_of_gradients, factored, hosts_of_ring, settled
-from ringattn.plans.explain import Option, data_of, fits, groups_report, kernel_report, route_report, sentence, table
+from ringattn.plans.candidates import Asked, compared, factored, first
+from ringattn.plans.explain import Option, data_of, kernel_report, sentence, table, ways_report
 from ringattn.plans.machine import Machine, chip_here, load, of_device
 from ringattn.plans.plan import Plan, Report
 from ringattn.plans.ranks import Ranks, one_rank
@@ -104,25 +104,15 @@ def of_given(
 
 def picked(asked: Asked, target: "Target") -> Plan:
     """The best candidate, on the ranks of the target, with every choice made and the reasons for it."""
-    transport = asked.transport
-    if asked.shape is None:
-        options: tuple[Option, ...] = ()
-        best = candidates(asked)[0]
-    else:
-        options = compared(asked)
-        best = options[0].plan
+    options = () if asked.shape is None else compared(asked)
+    best = options[0].plan if options else first(asked)
     best = best.replace(axes=target.bind(best.ring, best.ulysses))
-    if transport.grads == "auto":
-        transport = transport.replace(grads=dtype_of_gradients(asked, best))
-    if options and transport.route == "auto" and asked.gpus is not None:
-        transport = transport.replace(route=best.transport.route)
-    hosts = (getattr(best.axes.ring, "hosts", 0) or None) if target.here else hosts_of_ring(best, asked.gpus)
-    best = best.replace(transport=settled(transport, best, hosts))
     chip = target.chip or (chip_here(best.machine.device) if target.here else None)
     notes = [note + ": the times are not of this one"] if (note := chip and best.machine.differs(chip)) else []
-    reasons = kernel_report(best, asked.problem(best))  # refuses a kernel that there is not
+    problem = None if asked.shape is None else asked.problem(best, asked.shape)
+    notes += kernel_report(best, problem)  # refuses a kernel that there is not
     # without the target, whose mesh has the process groups: a plan may outlive them
-    return best.replace(report=Report(partial(report_of, best, options, asked, target.gpus is None, notes, reasons)))
+    return best.replace(report=Report(partial(report_of, best, options, asked, notes)))
 
 
 class Target(NamedTuple):
@@ -212,17 +202,12 @@ def torch_on_gpu() -> Any:
 
 
 def report_of(
-    best: Plan, options: Sequence[Option], asked: Asked, assumed: bool, notes: Sequence[str], reasons: Sequence[str]
+    best: Plan, options: Sequence[Option], asked: Asked, notes: Sequence[str]
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """What `explain` shows of this choice: lines, and plain values. `assumed`: the GPUs a host were not known."""
-    shape, machine, gpus = asked.shape, asked.machine, asked.gpus or asked.machine.gpus
-    nbytes = None
-    if shape is None:
-        lines = ["no prediction: give heads=(query, key) and head_dim to compare candidates"]
-    else:
-        own = best.transport.grads == "input" and best.transport.route != "relay"
-        nbytes = shape.backward_bytes(best.ring, best.ulysses, shape.itemsize if own else 4)
-        lines = table(options, machine, gpus, assumed) + fits(options, machine)
-    lines += [*notes, *route_report(best, nbytes), *groups_report(best, shape), *reasons]
-    head = [sentence(options, machine), str(best)] if options else [str(best)]
-    return tuple(head + lines), data_of(options, machine, gpus) if options else {}
+    """What `explain` shows of this choice: lines, and plain values."""
+    machine, gpus = asked.machine, asked.gpus or asked.machine.gpus
+    lines = [*ways_report(best, asked.shape), *notes]
+    if not options:
+        missing = "no prediction: give heads=(query, key) and head_dim to compare candidates"
+        return (str(best), missing, *lines), {}
+    return (sentence(options), str(best), *table(options, machine, gpus), *lines), data_of(options, machine, gpus)

@@ -61,7 +61,7 @@ def test_every_rank_makes_the_same_plan_and_equal_plans_are_equal():
 def test_explain_opens_with_a_sentence_and_shows_the_best_candidates_and_the_kernels_reasons():
     plan = on({"sequence": 4}, seq_len=8192, heads=(8, 2), head_dim=64)[0]
     first, second, *lines = plan.explain().splitlines()
-    assert first.endswith(("hidden", "long", "steps")) or ("takes" in first and second == str(plan))
+    assert "layout: equal work, " in first and "takes" in first and second == str(plan)
     data = json.loads(plan.explain(json=True))
     times = [candidate["seconds"] for candidate in data["candidates"]]
     assert len(times) >= 6 and times == sorted(times) and data["plan"] == str(plan)
@@ -111,8 +111,7 @@ def test_gather_has_no_route():
     assert "route direct" not in plan.explain() and "route relay" not in plan.explain()
     assert "gather: every rank's keys come at once, over threads; in backward their gradients" in plan.explain()
     text = run(lambda mesh: one_rank(mesh, strategy="ring"), ring=4, hosts=2)[0].explain()
-    assert "in backward 8.4 MB a block, gradients in float32" in text
-    assert "-0.000" not in text and "gloo" not in text
+    assert "in backward gradients in float32" in text and "gloo" not in text
 
 
 @pytest.mark.parametrize(("kv_heads", "groups", "far"), [(8, 2, 2), (16, 2, 4), (12, 3, 3), (4, 2, 4), (2, 2, 4)])
@@ -197,9 +196,8 @@ def test_a_plan_on_ranks_is_copied_with_its_axes_and_pickled_without():
     [
         ({"dtype": "bf16"}, "dtype='bf16': choose one of float16, bfloat16, float32, float64"),
         ({"dtype": torch.int8}, "dtype=torch.int8: choose one of"),
-        ({"head_dim": 0}, "head_dim=0: the size of a head"),
-        ({"head_dim": 8.5}, "head_dim=8.5: the size of a head"),
-        ({"value_dim": -1}, "value_dim=-1: the size of a value"),
+        ({"head_dim": 0}, "head_dim=0: give a whole number from 1"),
+        ({"head_dim": 8.5}, "head_dim=8.5: give a whole number"),
         ({"heads": True}, "heads=True: (query heads, key heads)"),
         ({"heads": ("8", "2")}, "heads=('8', '2'): (query heads, key heads)"),
         ({"transport": "symmetric"}, "transport is of type str; give Transport(route="),
@@ -247,7 +245,7 @@ def test_documents_at_planning_choose_the_layout():
     ("choice", "says"),
     [
         ({"route": "around"}, "route='around': choose one of auto, direct, relay, levels"),
-        ({"together": 0}, "together=0: how many blocks a step may bring, at least 1"),
+        ({"together": 0}, "together=0: give a whole number"),
         ({"route": "levels", "hosts": 3}, "hosts=3 for ring=2: hosts have equally many ranks"),
         ({"by": "pigeon"}, "by='pigeon': choose one of auto, symmetric, group"),
     ],

@@ -197,7 +197,7 @@ def test_on_many_hosts_the_ring_crosses_hosts_and_heads_or_levels_stay_within_on
     assert plan.ring >= 16 and plan.ulysses <= 8, plan
     assert plan.ulysses == 8 or plan.transport.route == "levels", plan
     text = plan.explain()
-    assert "hops between hosts hidden" in text.splitlines()[0] and "8 ranks a host, unless" in text
+    assert "hops between hosts hidden" in text.splitlines()[0]
     assert first(plan)["forward"]["between_bytes"] > 0
 
 

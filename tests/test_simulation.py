@@ -37,7 +37,7 @@ def given(machine, ranks, tokens, strategy="auto", route="auto", layout="zigzag"
 
 
 def played(asked, option, **trouble):
-    rates = rates_of(asked.problem(option.plan), option.plan, asked.machine)[1]
+    rates = rates_of(asked.problem(option.plan, asked.shape), option.plan, asked.machine)[1]
     return play(option.plan, asked.shape, asked.spec, asked.docs, asked.machine, rates, **trouble)
 
 

@@ -15,7 +15,7 @@ from ringattn.choosing import elsewhere, factored
 from ringattn.launch.words import option, writable
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.candidates import Asked, compared, rates_of
-from ringattn.plans.explain import Option, spoken
+from ringattn.plans.explain import Option, way_of
 from ringattn.plans.machine import Machine, load
 from ringattn.plans.plan import Plan
 from ringattn.plans.simulation import draw, play, speeds, timeline
@@ -55,9 +55,9 @@ def run(options: Options) -> int:
     picture = writable(Path(options.picture)) if options.picture else None
     asked = asked_of(options, machine, options.seq_len or 8192 * ranks)
     best = compared(asked)[0]
-    problem, shape = asked.problem(best.plan), asked.shape
-    assert problem is not None and shape is not None
-    rates = rates_of(problem, best.plan, machine)[1]
+    shape = asked.shape
+    assert shape is not None
+    rates = rates_of(asked.problem(best.plan, shape), best.plan, machine)[1]
     speed = speeds(options.slow, best.plan.ring, best.plan.ulysses, machine.gpus)  # wrong words before long work
     slow = np.flatnonzero(speed.ravel() != 1)[:RANKS_SHOWN]
     some = sorted({*range(0, ranks, max(1, ranks // RANKS_SHOWN)), *slow.tolist()})
@@ -73,7 +73,7 @@ def run(options: Options) -> int:
     drawn = "" if last in names else ", which is not drawn,"
     print(f"# computes, . waits, - sends after its last step; rank {last}{drawn} is the last")
     if picture:
-        picture.write_text(draw(played, names, f"{spoken(best.plan) or 'one rank'} on {machine.name}"))
+        picture.write_text(draw(played, names, f"{way_of(best.plan)} on {machine.name}"))
     if options.pays:
         print(from_what_length(options, machine))
     return 0
@@ -98,7 +98,7 @@ def asked_of(options: Options, machine: Machine, seq_len: int, ranks: int | None
 def report(best: Option, machine: Machine, seconds: float, working: float) -> None:
     plan = best.plan
     hosts = -(-plan.ring * plan.ulysses // machine.gpus)
-    print(f"{spoken(plan) or 'one rank'}, {plan.seq_len} tokens, {hosts} hosts of {machine.gpus} ({machine.name})")
+    print(f"{way_of(plan)}, {plan.seq_len} tokens, {hosts} hosts of {machine.gpus} ({machine.name})")
     predicted = best.cost.seconds
     print(f"simulated {seconds * 1e3:.4g} ms a layer, forward and backward; {working:.1%} of it computing")
     print(f"predicted {predicted * 1e3:.4g} ms ({predicted / seconds - 1:+.1%})")

@@ -43,12 +43,10 @@ class Asked(NamedTuple):
     def shape(self) -> Shape | None:
         return self.alone.shape(ITEMS[self.dtype])
 
-    def problem(self, plan: Plan) -> kernels.Problem | None:
-        """The problem of a rank, if the plan has heads."""
-        if self.shape is None:
-            return None
+    def problem(self, plan: Plan, shape: Shape) -> kernels.Problem:
+        """The problem of a rank."""
         arch = self.machine.arch if plan.device == self.machine.device else ()
-        return problem_of(plan, self.shape, self.spec, self.dtype, self.docs, arch)
+        return problem_of(plan, shape, self.spec, self.dtype, self.docs, arch)
 
 
 @lru_cache(maxsize=64)
@@ -57,25 +55,22 @@ def compared(asked: Asked) -> tuple[Option, ...]:
 
     With documents, of equals the one that receives least.
     """
-    shape, machine = asked.shape, asked.machine
+    shape, options = asked.shape, []
     assert shape is not None
-    options, on = [], lru_cache(lambda gpus: machine.replace(gpus=gpus))
+    on = lru_cache(lambda gpus: asked.machine.replace(gpus=gpus))
     for plan in candidates(asked):
-        problem = asked.problem(plan)
-        assert problem is not None
-        names, rates = rates_of(problem, plan, machine)
-        for way in routed(plan, asked, rates.narrow):
-            own = asked.gpus or machine.gpus
+        kernel, rates = rates_of(asked.problem(plan, shape), plan, asked.machine)
+        for way in routed(plan, asked, rates.low_precision):
+            gpus = asked.gpus or asked.machine.gpus
             if asked.transport.hosts is not None and plan.ring > 1:
-                own = plan.ring * plan.ulysses // asked.transport.hosts
-            options.append(Option(way, names, predict(way, shape, asked.spec, asked.docs, on(own), rates)))
+                gpus = plan.ring * plan.ulysses // asked.transport.hosts
+            options.append(Option(way, kernel, predict(way, shape, asked.spec, asked.docs, on(gpus), rates)))
     least = min(option.cost.seconds for option in options)
 
     def order(option: Option) -> tuple[Any, ...]:
-        cost, both = option.cost, (option.cost.forward, option.cost.backward)
+        cost = option.cost
         alike = asked.docs is not None and cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
-        received = tuple(sum(getattr(x, name) for x in both) for name in ("between_bytes", "within_bytes"))
-        return not cost.fits(machine.memory), *((0, received) if alike else (1, cost.seconds))
+        return not cost.fits(asked.machine.memory), not alike, cost.received if alike else cost.seconds
 
     return tuple(sorted(options, key=order))
 
@@ -89,9 +84,8 @@ def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[st
         forward, backward = (rate_of(name, each, machine, i > 0) for i, name in enumerate(names))
         return forward, backward
 
-    narrow = names[1] in kernels.BY_NAME and kernels.BY_NAME[names[1]].low_precision
     by_keys = None if problem.rectangles or problem.mask == "packed" else (rates("short"), rates("long"))
-    return names[0], Rates(*rates(problem.mask), narrow, names[1], by_keys)
+    return names[0], Rates(*rates(problem.mask), low_precision(names[1]), names[1], by_keys)
 
 
 def chosen(problem: kernels.Problem, plan: Plan, backward: bool) -> str:
@@ -118,16 +112,37 @@ def rate_of(name: str, problem: kernels.Problem, machine: Machine, backward: boo
     return machine.rate((f"{name}/{problem.dtype}", problem.dtype, "float32"))[backward]
 
 
-def routed(plan: Plan, asked: Asked, narrow: bool) -> list[Plan]:
-    """The plan with each route that it may take over the hosts that its ring would lie on."""
+def low_precision(name: str) -> bool:
+    """Whether the kernel rounds gradients to 16 bits, so that they can travel as such."""
+    return name in kernels.BY_NAME and kernels.BY_NAME[name].low_precision
+
+
+def routed(plan: Plan, asked: Asked, rounded: bool) -> list[Plan]:
+    """The plan with each route that it may take over the hosts that its ring lies on, with every choice made.
+
+    Gradients travel in the dtype of the inputs if the kernel rounds them to it.
+    """
     how = asked.transport
+    hosts = 1 if plan.ring == 1 else how.hosts or hosts_of_ring(plan, asked.gpus)
     if how.grads == "auto":
-        how = how.replace(grads="input" if narrow and plan.ring > 1 and plan.framework == "torch" else "float32")
-    hosts = how.hosts or hosts_of_ring(plan, asked.gpus)
-    ways = [how.route]
-    if how.route == "auto" and hosts is not None and 1 < hosts < plan.ring and plan.framework == "torch":
-        ways = ["levels", "relay"] if plan.strategy == "ring" else ["levels"]
-    return [plan.replace(transport=settled(how.replace(route=way), plan, hosts)) for way in ways]
+        how = how.replace(grads="input" if rounded and plan.ring > 1 and plan.framework == "torch" else "float32")
+    routes = [how.route]
+    if how.route == "auto" and hosts == 1:
+        routes = ["direct"]
+    elif how.route == "auto":
+        routes = ["levels", "relay"] if hosts is not None and hosts < plan.ring else ["relay"]
+    if plan.strategy == "gather":
+        routes = routes[:1]
+    return [plan.replace(transport=how.replace(route=route, hosts=hosts or 1)) for route in routes]
+
+
+def first(asked: Asked) -> Plan:
+    """The first candidate, where no heads are given by which to compare; its kernel is guessed from typical ones."""
+    plan, name = candidates(asked)[0], asked.alone.kernel
+    if name == "auto" and plan.ring > 1 and plan.device == "cuda" and plan.framework == "torch":
+        typical = Shape(plan.seq_len, plan.keys.seq_len, 32, 8, 128, 128)
+        name = chosen(asked.problem(plan, typical), plan, True)
+    return routed(plan, asked, low_precision(name))[0]
 
 
 def hosts_of_ring(plan: Plan, gpus: int | None) -> int | None:
@@ -177,36 +192,6 @@ def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]
 def factored(size: int) -> list[tuple[int, int]]:
     """Every (ring, ulysses) whose product is `size`."""
     return [(size // u, u) for u in range(1, size + 1) if size % u == 0]
-
-
-def settled(transport: Transport, plan: Plan, hosts: int | None) -> Transport:
-    """The transport with every choice made that all ranks must share, for a ring on so many hosts (None: unknown)."""
-    hosts = hosts if transport.hosts is None else transport.hosts
-    if plan.ring == 1 and hosts is not None:
-        hosts = 1  # a ring of one rank lies on one host
-    route = transport.route
-    if route == "auto":
-        route = "relay" if hosts is None else route_over(hosts, plan.ring)
-    return transport.replace(route=route, hosts=hosts or 1)
-
-
-def route_over(hosts: int, ring: int) -> str:
-    """The default route for a ring on this many hosts."""
-    if hosts == 1:
-        return "direct"
-    return "levels" if ring > hosts else "relay"
-
-
-def dtype_of_gradients(asked: Asked, plan: Plan) -> str:
-    """The dtype in which gradients travel by default: that of the inputs if the expected kernel rounds them to it."""
-    if plan.framework == "jax" or plan.ring == 1:
-        return "float32"
-    name = plan.kernel
-    if name not in kernels.BY_NAME and plan.device == "cuda":
-        typical = Shape(plan.seq_len, plan.keys.seq_len, 32, 8, 128, 128)
-        arch = asked.machine.arch
-        name = chosen(problem_of(plan, asked.shape or typical, asked.spec, asked.dtype, asked.docs, arch), plan, True)
-    return "input" if name in kernels.BY_NAME and kernels.BY_NAME[name].low_precision else "float32"
 
 
 def problem_of(

@@ -39,11 +39,6 @@ class Shape:
     def q_bytes(self, tokens: int) -> int:
         return self.batch * tokens * self.heads * (self.head_dim + self.value_dim) * self.itemsize  # q, and out back
 
-    def backward_bytes(self, ring: int, ulysses: int, grads: int = 4) -> int:
-        """The bytes that a block moves in backward: keys and values, and their gradients of `grads` bytes a number."""
-        block = self.kv_bytes(self.key_len // ring, kv_heads_of_a_rank(self.kv_heads, ulysses))
-        return block + block // self.itemsize * grads
-
 
 def seen_pairs(
     layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None, ranks: np.ndarray | None = None

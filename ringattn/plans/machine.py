@@ -14,7 +14,7 @@ from dataclasses import MISSING, field
 from functools import cache, cached_property, lru_cache
 from json import dumps, loads
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import numpy as np
 
@@ -25,6 +25,8 @@ OWN = Path.home() / ".cache" / "ringattn" / "machine.toml"  # written by `ringat
 DEVICES = {"cuda": "h200", "tpu": "v6e", "cpu": "cpu"}  # what is assumed of a device that is not known better
 ITEMS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 BY_BYTES = {8: "float64", 4: "float32", 2: "bfloat16"}
+PAIR = tuple[float, float]  # forward and backward
+RATES = Mapping[str, PAIR]
 
 
 class Link(Value):
@@ -63,18 +65,18 @@ class Machine(Value):
     bandwidth: float
     inside: Link
     between: Link
-    rates: Mapping[str, tuple[float, float]] = field(hash=False)
+    rates: RATES = field(hash=False)
     source: str
     chip: str = ""
     arch: tuple[int, ...] = ()
     products: float = 0.0
-    half: tuple[float, ...] = (0.0, 0.0)
-    launch: tuple[float, ...] = (0.0, 0.0)
-    start: tuple[float, ...] = (0.0, 0.0)
-    least: tuple[float, ...] = (0.0, 0.0)
-    exchange: tuple[float, ...] = (0.0, 0.0)
+    half: PAIR = (0.0, 0.0)
+    launch: PAIR = (0.0, 0.0)
+    start: PAIR = (0.0, 0.0)
+    least: PAIR = (0.0, 0.0)
+    exchange: PAIR = (0.0, 0.0)
     room: float = 0.0
-    group: tuple[float, ...] = (0.0, 0.0)
+    group: PAIR = (0.0, 0.0)
     cores: float = 0.0
     path: str = field(default="", compare=False)
 
@@ -120,72 +122,55 @@ class Machine(Value):
 
 TABLES = ("inside", "between", "rates")
 LIMITS = {  # the least and the most that is plausible; both are given in the error
-    "gpus": (1, 65536), "memory": (2**26, 2**46), "bandwidth": (1e8, 1e15), "products": (1e-4, 1e6),
+    "gpus": (1, 65536), "memory": (2**26, 2**46), "bandwidth": (1e3, 1e15), "products": (1e-4, 1e6),
     "half": (0, 1e9), "launch": (0, 1.0), "room": (0, 2**46), "latency": (0, 10.0), "sharing": (1, 4096),
-    "start": (0, 10.0), "least": (0, 10.0), "exchange": (0, 10.0), "row": (1e-5, 1e5), "arch": (0, 1000),
+    "start": (0, 10.0), "least": (0, 10.0), "exchange": (0, 10.0), "rates": (1e-5, 1e5), "arch": (0, 1000),
     "group": (0, 1e14), "cores": (0, 65536),
 }  # fmt: skip
-LINK_LIMITS = LIMITS | {"bandwidth": (1e3, 1e14)}
 
 
-def of_table(given: Any, type_: Any, where: str, limits: Mapping[str, Any]) -> dict[str, Any]:
+def of_table(given: Any, kind: type[Value], where: str) -> dict[str, Any]:
     """The values of a table, if all are known, none is missing, and their numbers are plausible."""
+    known = {name: f for name, f in fields(kind).items() if name != "path"}
     if not isinstance(given, dict):
         raise ValueError(f"{where}: expected a table of numbers, got {given!r}")
-    of_type = {name: f for name, f in fields(type_).items() if name != "path"}
     for name in given:
-        if name not in of_type:
-            close = difflib.get_close_matches(name, of_type, 1)
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
             raise ValueError(f"{where}: no such key {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-    if missing := [n for n, f in of_type.items() if n not in given and f.default is MISSING]:
+    if missing := [name for name, f in known.items() if name not in given and f.default is MISSING]:
         raise ValueError(f"{where}: {', '.join(missing)} missing; a description needs them")
-    return {name: value_of(value, name, where, limits) for name, value in given.items()}
+    return {name: value_of(name, value, known[name].type, where) for name, value in given.items()}
 
 
-def value_of(value: Any, name: str, where: str, limits: Mapping[str, Any]) -> Any:
-    if name in TABLES:
-        return value
-    if name in ("name", "device", "source", "chip"):
-        if not isinstance(value, str) or not value.isprintable():
-            raise ValueError(f"{where}: {name}={value!r}: expected a line of text")
-        return value
-    numbers = tuple(value) if isinstance(value, list) else (value,)
-    low, high = limits[name]
-    whole = name in ("gpus", "sharing", "arch")
-    for x in numbers:
-        if isinstance(x, bool) or not isinstance(x, int if whole else (int, float)) or not low <= x <= high:
-            raise ValueError(f"{where}: {name}={value!r}: expected {'a whole number' if whole else 'a number'} "
-                             f"from {low:g} to {high:g}")  # fmt: skip
-    pairs = {"half": 2, "launch": 2, "start": 2, "least": 2, "exchange": 2, "row": 2, "arch": 2, "group": 2}.get(name)
-    if isinstance(value, list) != (pairs is not None) or (pairs is not None and len(numbers) != pairs):
-        raise ValueError(f"{where}: {name}={value!r}: expected {'two numbers' if pairs else 'one number'}")
-    return numbers if pairs else value
+def value_of(name: str, value: Any, kind: Any, where: str) -> Any:
+    """The value of a field of this type: text, a number, two numbers, a link, or the table of rates."""
+    if kind is Link:
+        return Link(**of_table(value, Link, f"{where} [{name}]"))
+    if kind is RATES and isinstance(value, dict) and value:
+        return {key: value_of(name, row, PAIR, f"{where} [rates] {key}") for key, row in value.items()}
+    if kind is RATES:
+        raise ValueError(f"{where}: [rates] needs a row for a dtype, as in float32 = [20, 15]")
+    if kind is str:
+        right, expected = isinstance(value, str) and value.isprintable(), "a line of text"
+    else:
+        (low, high), pair, whole = LIMITS[name], get_origin(kind) is tuple, int in (kind, *get_args(kind))
+        numbers = value if pair and isinstance(value, list) else [value]
+        types = (int,) if whole else (int, float)
+        right = len(numbers) == 1 + pair and all(type(x) in types and low <= x <= high for x in numbers)
+        number = "whole number" if whole else "number"
+        expected = f"{f'two {number}s' if pair else f'a {number}'} from {low:g} to {high:g}"
+    if not right:
+        raise ValueError(f"{where}: {name}={value!r}: expected {expected}")
+    return tuple(value) if isinstance(value, list) else value
 
 
 def of_dict(given: dict[str, Any], where: str) -> Machine:
-    """The machine that a file describes: `like` names another description, of which it gives what differs."""
-    path, passed = where, [where]
-    while "like" in given:
-        try:
-            path = str(path_of(given["like"]))
-            given = over(given, parsed(Path(path)))
-        except ValueError as error:
-            raise ValueError(f"{passed[-1]}: like = {given['like']!r}: {error}") from None
-        if path in passed:
-            raise ValueError(
-                f"{where}: like goes in a circle, {' -> '.join([*passed, path])}; one must give all values"
-            )
-        passed.append(path)
-    values = of_table(given, Machine, where, LIMITS)
-    for name in ("inside", "between"):
-        values[name] = Link(**of_table(values[name], Link, f"{where} [{name}]", LINK_LIMITS))
-    rows = values["rates"]
-    if not isinstance(rows, dict) or not rows:
-        raise ValueError(f"{where}: [rates] needs a row for a dtype, as in float32 = [20, 15]")
-    values["rates"] = {key: value_of(row, "row", f"{where} [rates] {key}", LIMITS) for key, row in rows.items()}
-    if values["device"] not in DEVICES:
-        raise ValueError(f"{where}: device={values['device']!r}: choose one of {', '.join(DEVICES)}")
-    return Machine(**values, path=where)
+    """The machine of these values."""
+    machine = Machine(**of_table(given, Machine, where), path=where)
+    if machine.device not in DEVICES:
+        raise ValueError(f"{where}: device={machine.device!r}: choose one of {', '.join(DEVICES)}")
+    return machine
 
 
 def of_text(text: str) -> Machine:
@@ -194,12 +179,18 @@ def of_text(text: str) -> Machine:
     return of_dict(given, given.pop("path", ""))
 
 
-def over(given: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """The values of a file on top of those of another one, table by table."""
-    given = {name: x for name, x in given.items() if name != "like"}  # that of the base stays
-    both = {
-        name: {**base[name], **given[name]} for name in TABLES if isinstance(given.get(name), dict) and name in base
-    }
+def of_file(path: Path, after: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values of a TOML file: `like` names another description, of which it gives what differs."""
+    if path in after:
+        raise ValueError(f"{path}: like goes in a circle, {' -> '.join(map(str, after))}; one must give all values")
+    try:
+        given = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: not TOML: {error}") from None
+    if "like" not in given:
+        return given
+    base = of_file(path_of(given.pop("like"), f"{path}: like"), (*after, path))
+    both = {n: {**base[n], **given[n]} for n in TABLES if isinstance(given.get(n), dict) and n in base}
     return {**base, **given, **both}
 
 
@@ -215,15 +206,7 @@ def assumed(device: str) -> Machine:
 
 @lru_cache(maxsize=64)
 def read(path: Path, changed: int) -> Machine:
-    return of_dict(parsed(path), str(path))
-
-
-def parsed(path: Path) -> dict[str, Any]:
-    """The values of a TOML file."""
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: not TOML: {error}") from None
+    return of_dict(of_file(path), str(path))
 
 
 def load(machine: "str | Path | Machine") -> Machine:
@@ -234,17 +217,16 @@ def load(machine: "str | Path | Machine") -> Machine:
     return read(path, path.stat().st_mtime_ns)
 
 
-def path_of(machine: Any) -> Path:
+def path_of(machine: Any, what: str = "machine") -> Path:
     """The file of a description, by its name or path."""
+    names = shipped()
     if not isinstance(machine, str | Path):
-        raise ValueError(f"machine={machine!r}: a name ({', '.join(shipped())}) or the path of a description")
-    path = SHIPPED / f"{machine}.toml" if str(machine) in shipped() else Path(machine)
+        raise ValueError(f"{what}={machine!r}: a name ({', '.join(names)}) or the path of a description")
+    path = SHIPPED / f"{machine}.toml" if str(machine) in names else Path(machine)
     if not path.is_file():
-        close = difflib.get_close_matches(str(machine), shipped(), 1)
-        raise ValueError(
-            f"machine={str(machine)!r}: no such description or file"
-            + (f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(shipped())}")
-        )
+        close = difflib.get_close_matches(str(machine), names, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
+        raise ValueError(f"{what}={str(machine)!r}: no such description or file; {hint}")
     return path
 
 
@@ -267,19 +249,11 @@ def of_device(device: str, chip: str | None = None) -> Machine:
 
 
 def write(machine: Machine, path: Path) -> None:
-    """A description as a file that `load` reads."""
-
-    def shown(value: Any) -> str:
-        if isinstance(value, str):
-            return '"' + value.replace("\\", "/").replace('"', "'") + '"'
-        if isinstance(value, tuple):
-            return f"[{', '.join(map(shown, value))}]"
-        return repr(value)
-
-    flat = {n: getattr(machine, n) for n in fields(Machine) if n not in (*TABLES, "path")}
-    lines = [f"{name} = {shown(value)}" for name, value in flat.items() if value not in ("", ())]
-    for table in ("inside", "between"):
-        lines += ["", f"[{table}]", *(f"{n} = {shown(getattr(getattr(machine, table), n))}" for n in fields(Link))]
-    lines += ["", "[rates]", *(f'"{key}" = {shown(row)}' for key, row in machine.rates.items())]
+    """A description as a file that `load` reads; text, numbers and lists of JSON are TOML too."""
+    values = {name: value for name, value in vars(machine).items() if name in fields(Machine) and name != "path"}
+    lines = [f"{name} = {dumps(x)}" for name, x in values.items() if name not in TABLES and x not in ("", ())]
+    for name in TABLES:
+        table = values[name] if name == "rates" else vars(values[name])
+        lines += ["", f"[{name}]", *(f"{dumps(key)} = {dumps(row)}" for key, row in table.items())]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")

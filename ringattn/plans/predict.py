@@ -72,13 +72,19 @@ class Cost:
     def exposed(self) -> float:
         return self.forward.exposed + self.backward.exposed
 
+    @property
+    def received(self) -> tuple[float, float]:
+        """Bytes of a rank, between hosts and within them."""
+        f, b = self.forward, self.backward
+        return f.between_bytes + b.between_bytes, f.within_bytes + b.within_bytes
+
 
 class Rates(NamedTuple):
     """Flops a second of the kernel that runs, forward and backward, whether its gradients are 16-bit, and its name."""
 
     forward: float
     backward: float
-    narrow: bool = False
+    low_precision: bool = False
     kernel: str = ""
     by_keys: tuple[tuple[float, float], tuple[float, float]] | None = None  # with few and with many keys a query
 
@@ -186,7 +192,7 @@ def predict(
     """What the plan takes on the machine, with a kernel of these rates."""
     kv_heads = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
     out = shape.kv_bytes(1, kv_heads)
-    grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0  # gradients travel in float32, or as the inputs
+    grads = 1.0 if rates.low_precision or shape.itemsize > 2 else 2.0  # gradients travel in float32, or as the inputs
     ring = Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts)
     steps, back = (course(ring, machine.gpus, blocks_at_once(plan, shape, machine, b)) for b in (False, True))
     whole = steps.pairs.sum(1)
@@ -199,5 +205,5 @@ def predict(
     backward = one_pass(plan, shape, back, machine, rate[1], flops, both, True)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))
     mostly_own = see_mostly_own(spec, docs, shape.batch, plan.tokens.shard_len)
-    count = partial(peak, plan, shape, back, grads, rates.kernel, rates.narrow, mostly_own)
+    count = partial(peak, plan, shape, back, grads, rates.kernel, rates.low_precision, mostly_own)
     return Cost(forward, backward, count, bound(plan, shape, back), imbalance)

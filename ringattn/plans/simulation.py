@@ -247,7 +247,7 @@ def play_in(
     rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
     seen = work_of(spec, plan.tokens.length, plan.keys.tokens.length, docs).below(plan.tokens.length)
     at, traffic = np.zeros((ring, ulysses)), Traffic(world)
-    grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0
+    grads = 1.0 if rates.low_precision or shape.itemsize > 2 else 2.0
 
     def swapped(at: np.ndarray) -> np.ndarray:
         """When heads are exchanged, behind what a rank's links still carry."""

@@ -7,18 +7,7 @@ from ringattn.masks.spec import whole
 from ringattn.plans.cost import heads_of_group, may_group
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-SIZES = {
-    "seq_len": "a whole number of tokens, at least 1",
-    "key_len": "a whole number of tokens, at least 1",
-    "ring": "how many ranks the ring has, at least 1",
-    "ulysses": "how many ranks heads are spread over, at least 1",
-    "hosts": "on how many hosts the ring lies, at least 1 (None: as found)",
-    "together": "how many blocks a step may bring, at least 1 (None: auto)",
-    "groups": "in how many groups heads are exchanged, at least 1 (None: auto)",
-    "head_dim": "the size of a head, a whole number, at least 1",
-    "value_dim": "the size of a value, a whole number, at least 1 (None: head_dim)",
-}
-NEEDED = ("seq_len", "ring", "ulysses")  # the others may be None
+NEEDED = ("seq_len", "ring", "ulysses")  # the other sizes may be None
 
 
 def size_of(name: str, value: Any) -> Any:
@@ -26,10 +15,8 @@ def size_of(name: str, value: Any) -> Any:
     if value is None and name not in NEEDED:
         return None
     size = whole(value)
-    if size is None or size < 1:
-        raise ValueError(f"{name}={value!r}: {SIZES[name]}")
-    if size > LONGEST:
-        raise ValueError(f"{name}={value!r}: at most {LONGEST}, up to which sizes are counted exactly")
+    if size is None or not 1 <= size <= LONGEST:
+        raise ValueError(f"{name}={value!r}: give a whole number from 1 to {LONGEST}")
     return size
 
 
@@ -57,12 +44,10 @@ def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> 
     """Key heads divide query heads, and the Ulysses size divides query heads (key heads are repeated if necessary)."""
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         return f"{kv_heads} key heads do not divide {heads} query heads"
-    if heads % ulysses:
-        best = max(u for u in range(1, ulysses + 1) if heads % u == 0 and (ring * ulysses) % u == 0)
-        return (
-            f"ulysses={ulysses} does not divide {heads} query heads; use ulysses={best}, ring={ring * ulysses // best}"
-        )
-    return None
+    if heads % ulysses == 0:
+        return None
+    best = max(u for u in range(1, ulysses + 1) if heads % u == 0 and (ring * ulysses) % u == 0)
+    return f"ulysses={ulysses} does not divide {heads} query heads; use ulysses={best}, ring={ring * ulysses // best}"
 
 
 def groups_problem(groups: int | None, heads: tuple[int, int], ulysses: int, ring: int) -> str | None:
