@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-MOST = 32  # copies of one launch
+COPIES_A_LAUNCH = 32  # copies of one launch
 WORDS, WARPS = 8192, 8  # of 8 bytes, which a program copies at once, and its warps
 COMPILED: dict[tuple[torch.device, int], Any] = {}  # by how many copies; Triton itself would look at every number
 
@@ -40,8 +40,8 @@ def copy_all(copies: Sequence[tuple[int, int, int]], device: torch.device, progr
 
     The compiler sees of each copy the same: 16 divides its numbers.
     """
-    for start in range(0, len(copies), MOST):
-        some = copies[start : start + MOST]
+    for start in range(0, len(copies), COPIES_A_LAUNCH):
+        some = copies[start : start + COPIES_A_LAUNCH]
         numbers: list[int] = []
         count, end = 1 << (len(some) - 1).bit_length(), 0
         for to, source, size in some:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 OUT, IN = 0, 1  # the two lanes
-AID = 2  # a third lane, which sets the flags that the others wait for in vain
-FEW, MANY = 3, 256  # so many copies over a link, but fewer than MANY, are one kernel,
-SMALL = 8 * 2**20  # if they have fewer bytes than this on average
+RELEASE = 2  # a third lane, which sets the flags that the others wait for in vain
+FEWEST_COPIES, COPIES_BY_DRIVER = 3, 256  # so many over a link, but fewer than COPIES_BY_DRIVER, are one kernel,
+SMALL_COPY = 8 * 2**20  # if they have fewer bytes than this on average
 PROGRAMS = {OUT: 96, IN: 32}  # of the kernel, at most: as fast as more, and they leave multiprocessors to others
 
 
@@ -35,9 +35,9 @@ def are_one(lane: int, copies: Sequence[Copy], fills: bool) -> bool:
     count = total = bits = 0
     for to, source, size, rows, to_pitch, source_pitch in copies:
         count, total, bits = count + rows, total + rows * size, bits | to | source | size | to_pitch | source_pitch
-    if bits % 16 or not 0 < count < MANY:
+    if bits % 16 or not 0 < count < COPIES_BY_DRIVER:
         return False
-    small = count >= FEW and total < SMALL * count
+    small = count >= FEWEST_COPIES and total < SMALL_COPY * count
     return small or not fills if lane == OUT else small and not fills
 
 
@@ -61,7 +61,7 @@ class Lanes:
 
     def start(self, since: Any) -> None:
         """Make both lanes wait for that work."""
-        for stream in self.streams[:AID]:
+        for stream in self.streams[:RELEASE]:
             stream.wait_event(since)
 
     def copy(self, lane: int, copy: Copy) -> None:
@@ -92,8 +92,8 @@ class Lanes:
 
     def set(self, lane: int, flag: int, value: int = 1) -> None:
         self.queued[lane].append(signal(WRITE, flag, value))
-        if lane == AID:
-            self.flush(AID)
+        if lane == RELEASE:
+            self.flush(RELEASE)
 
     def fill(self, lane: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a contiguous tensor into one that is not."""
@@ -108,8 +108,8 @@ class Lanes:
 
     def flush(self, lane: int) -> None:
         queued = self.queued[lane]
-        for i in range(0, len(queued), AT_ONCE):
-            signals = queued[i : i + AT_ONCE]
+        for i in range(0, len(queued), SIGNALS_A_CALL):
+            signals = queued[i : i + SIGNALS_A_CALL]
             self.driver("cuStreamBatchMemOp_v2", self.handles[lane], len(signals), b"".join(signals), 0)
         queued.clear()
 
@@ -117,7 +117,7 @@ class Lanes:
         """The end of all work of both lanes so far."""
         for lane in (OUT, IN):
             self.flush(lane)
-        return Events([stream.record_event() for stream in self.streams[:AID]], self.device)
+        return Events([stream.record_event() for stream in self.streams[:RELEASE]], self.device)
 
     def on(self, lane: int) -> Any:
         """A context in which torch launches its work on this lane."""
@@ -129,12 +129,12 @@ class Lanes:
     def attach(self) -> None:
         """Let this thread use the lanes."""
         torch.cuda.set_device(self.device)
-        self.streams[AID].query()  # the first call of a thread attaches the device's context
+        self.streams[RELEASE].query()  # the first call of a thread attaches the device's context
 
 
 WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32
 UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
-AT_ONCE = 255  # the most memory operations in one call
+SIGNALS_A_CALL = 255  # the most memory operations in one call
 
 
 @lru_cache(maxsize=4096)
@@ -143,7 +143,7 @@ def signal(kind: int, address: int, value: int, flags: int = 0) -> bytes:
     return struct.pack("<IIQQIIQQ", kind, 0, address, value, flags, 0, 0, 0)
 
 
-ANYWHERE = 4  # CU_MEMORYTYPE_UNIFIED: the driver finds out where the address lies
+UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver finds out where the address lies
 
 
 def strided_copy(copy: Copy) -> bytes:
@@ -153,7 +153,7 @@ def strided_copy(copy: Copy) -> bytes:
     array), and a pitch.
     """
     to, source, size, rows, to_pitch, source_pitch = copy
-    there, here = (0, 0, ANYWHERE, 0, to, 0, to_pitch), (0, 0, ANYWHERE, 0, source, 0, source_pitch)
+    there, here = (0, 0, UNIFIED, 0, to, 0, to_pitch), (0, 0, UNIFIED, 0, source, 0, source_pitch)
     return struct.pack("<QQI4xQQQQQQI4xQQQQQQ", *here, *there, size, rows)
 
 

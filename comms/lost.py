@@ -148,8 +148,8 @@ def meet(what: str, mine: str) -> None:
         return
     met = MET.setdefault(world, Counter())
     met[what] += 1
-    store, rank, ranks = store_of(f"{what} {met[what]}"), dist.get_rank(), dist.get_world_size()
-    names = [str(r) for r in range(ranks)]
+    store, rank, names = store_of(f"{what} {met[what]}"), dist.get_rank(), list(map(str, range(dist.get_world_size())))
+    me = f"rank {rank} of {len(names)}"
     store.set(names[rank], mine)
     try:
         store.wait(names, limit)
@@ -157,18 +157,17 @@ def meet(what: str, mine: str) -> None:
         store.set("given up", mine)
         absent = ", ".join(name for name in names if not store.check([name]))
         raise ConnectionError(
-            f"rank {rank} of {ranks} waits to make the {what} {mine}: rank {absent} did not join within "
-            f"{limit.total_seconds():g} s; it died, hangs, or makes another call"
+            f"{me} waits to make the {what} {mine}: rank {absent} did not join within {limit.total_seconds():g} s; it "
+            "died, hangs, or makes another call"
         ) from error
     if store.check(["given up"]):
-        raise ConnectionError(f"rank {rank} of {ranks} is too late to make the {what} {mine}: other ranks timed out")
-    values = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
-    by: dict[str, list[str]] = {}
-    for name, value in zip(names, values, strict=True):
-        by.setdefault(value.decode(), []).append(name)
-    if len(by) > 1:
-        who = "; ".join(f"rank {', '.join(them)} has {value}" for value, them in by.items())
-        raise ValueError(f"all ranks must make the same {what}, but {who}")
+        raise ConnectionError(f"{me} is too late to make the {what} {mine}: other ranks timed out")
+    stored = store.multi_get(names) if store.has_extended_api() else map(store.get, names)
+    values = [value.decode() for value in stored]
+    if len({*values}) > 1:
+        who = {value: ", ".join(n for n, x in zip(names, values, strict=True) if x == value) for value in values}
+        has = "; ".join(f"rank {them} has {value}" for value, them in who.items())
+        raise ValueError(f"all ranks must make the same {what}, but {has}")
 
 
 def with_first_loss(mine: str, certain: bool = True) -> str:

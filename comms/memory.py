@@ -14,9 +14,9 @@ from torch import Tensor
 from ringattn.comms.axis import Slices
 
 SLOT = 16 * 2**20  # bytes
-APART = 2**48  # bytes: more than any tensor has
-FAR = 2**31 - 1  # bytes: the driver's limit for the distance between rows of one copy
-MANY = 8  # a tensor of more runs is packed first, which takes the host less time than so many copies
+STRIDE = 2**48  # bytes from tensor to tensor in a layout: more than any has
+LARGEST_PITCH = 2**31 - 1  # bytes: the driver's limit for the distance between rows of one copy
+MOST_RUNS = 8  # a tensor of more runs is packed first, which takes the host less time than so many copies
 
 Run = tuple[int, int, int]  # address, bytes, and the allocation it lies in
 
@@ -36,7 +36,7 @@ def weight(groups: Iterable[Sequence[Piece]]) -> int:
 
 def has_few_runs(x: Tensor) -> bool:
     """Whether a tensor has few enough runs to be moved without packing."""
-    return x.is_contiguous() or count_runs(x) <= MANY
+    return x.is_contiguous() or count_runs(x) <= MOST_RUNS
 
 
 def count_runs(x: Tensor) -> int:
@@ -62,8 +62,8 @@ def layout_of(
         slices = Slices([torch.empty_strided(shape, stride, dtype=dtype, device="meta")], places)
         if not all(map(has_few_runs, slices)):
             return None
-        runs += [(i * APART + at, size, i) for at, size, _ in joined(slices)]  # the address of a meta tensor is 0
-    return [[(*divmod(at, APART), size, rows, pitch) for at, size, rows, pitch in batch] for batch in batches(runs)]
+        runs += [(i * STRIDE + at, size, i) for at, size, _ in joined(slices)]  # the address of a meta tensor is 0
+    return [[(*divmod(at, STRIDE), size, rows, pitch) for at, size, rows, pitch in batch] for batch in batches(runs)]
 
 
 def batch_count(nbytes: int) -> int:
@@ -75,12 +75,12 @@ def batches(runs: Iterable[Run]) -> Iterator[list[Piece]]:
     """Runs, cut and grouped into batches of at most a slot, each in as few pieces as possible."""
     group: list[Run] = []
     room = SLOT
-    for address, size, home in runs:
+    for address, size, allocation in runs:
         while size >= room:
-            yield stacked([*group, (address, room, home)])
+            yield stacked([*group, (address, room, allocation)])
             address, size, group, room = address + room, size - room, [], SLOT
         if size:
-            group.append((address, size, home))
+            group.append((address, size, allocation))
             room -= size
     if group:
         yield stacked(group)
@@ -90,14 +90,14 @@ def stacked(runs: Iterable[Run]) -> list[Piece]:
     """Pieces of runs, in order: runs of the same size at the same distance in one allocation become one piece."""
     pieces: list[Piece] = []
     before = -1
-    for address, size, home in runs:
+    for address, size, allocation in runs:
         first, width, rows, pitch = pieces[-1] if pieces else Piece(0, 0)
         step = address - first - (rows - 1) * pitch
-        if home == before and size == width and size <= step <= FAR and (rows == 1 or step == pitch):
+        if allocation == before and size == width and size <= step <= LARGEST_PITCH and (rows == 1 or step == pitch):
             pieces[-1] = Piece(first, size, rows + 1, step)
         else:
             pieces.append(Piece(address, size))
-        before = home
+        before = allocation
     return pieces
 
 
@@ -108,13 +108,13 @@ def joined(tensors: Iterable[Tensor]) -> list[Run]:
     """
     runs: list[Run] = []
     for x in tensors:
-        home = x.untyped_storage().data_ptr()
+        allocation = x.untyped_storage().data_ptr()
         for address, size in runs_of(x):
             start, length, before = runs[-1] if runs else (-1, 0, -1)
-            if address == start + length and home == before:
-                runs[-1] = start, length + size, home
+            if address == start + length and allocation == before:
+                runs[-1] = start, length + size, allocation
             else:
-                runs.append((address, size, home))
+                runs.append((address, size, allocation))
     return runs
 
 

@@ -1,29 +1,19 @@
 """All transfers of an axis made of `move`, so that every transfer is between two ranks that errors can name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import ByRank, Done, Pending, Then
+from ringattn.comms.axis import Axis, ByRank, Done, Pending, Then
 
 
-class Moves:
+class Moves(Axis):
     """An axis that only lacks `move`."""
-
-    name: str
-    size: int
-    rank: int
-    by: str
-    move: Callable[..., Pending]
 
     def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
         return nullcontext(self.move(out, into, what, fills) if out or into else Done())
-
-    def after_sends(self) -> None:
-        pass  # nothing is copied on the way
 
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
@@ -36,7 +26,6 @@ class Moves:
         return Then(pending, lambda _: arriving)
 
     def hop(self, out: ByRank, into: ByRank, what: str) -> Pending:
-        """The move of a rotation, which may cross from host to host."""
         return self.move(out, into, what)
 
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
@@ -61,9 +50,6 @@ class Moves:
         arriving = [chunk if r == self.rank else torch.empty_like(chunk) for r, chunk in enumerate(chunks)]
         pending = self.move(self.others(chunks), self.others(arriving), what="reduce_scatter")
         return Then(pending, lambda _: torch.stack(arriving).sum(0))
-
-    def over(self, transport: str) -> Any:
-        return self
 
     def __repr__(self) -> str:
         return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"

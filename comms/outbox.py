@@ -110,28 +110,21 @@ class Peers:
             for peer in put.readers:
                 self.lanes.set(OUT, self.outbox.full(peer, self.rank, put.slot))
 
-    def receive(self, batches: Iterable[tuple[int, Sequence[Piece]]], expect: Expect, fills: bool) -> None:
-        """Receive the next batch of each of these ranks. `fills`: other work fills the GPU's multiprocessors."""
+    def receive(
+        self, batches: Iterable[tuple[int, Sequence[Piece]]], expect: Expect, fills: bool, shared: int | None = None
+    ) -> None:
+        """Receive the next batch of each of these ranks, or the one of the number `shared` that each of them shares.
+
+        Together if one kernel copies all, else in turn: each rank sends its batches of one round before it waits for
+        those of others, so this cannot deadlock. `fills`: other work fills the GPU's multiprocessors.
+        """
         taken = []
         for peer, pieces in batches:
-            taken.append((peer, SHARED + self.received[peer] % self.outbox.own, pieces))
-            self.received[peer] += 1
-        self.take(taken, expect, fills)
-
-    def take_shared(
-        self, number: int, batches: Iterable[tuple[int, Sequence[Piece]]], expect: Expect, fills: bool
-    ) -> None:
-        """Receive the batch of this number that each of these ranks shares."""
-        self.take([(peer, number % SHARED, pieces) for peer, pieces in batches], expect, fills)
-
-    def take(self, taken: Iterable[tuple[int, int, Sequence[Piece]]], expect: Expect, fills: bool) -> None:
-        """Receive a batch from each of these ranks and slots: together if one kernel copies all, else in turn.
-
-        Each rank sends its batches of one round before it waits for those of others, so this cannot deadlock.
-        """
-        batches = [(peer, slot, self.copies(peer, slot, pieces)) for peer, slot, pieces in taken]
-        together = are_one(IN, [copy for _, _, copies in batches for copy in copies], fills)
-        for group in [batches] if together else [[batch] for batch in batches]:
+            slot = SHARED + self.received[peer] % self.outbox.own if shared is None else shared % SHARED
+            self.received[peer] += shared is None
+            taken.append((peer, slot, self.copies(peer, slot, pieces)))
+        together = are_one(IN, [copy for _, _, copies in taken for copy in copies], fills)
+        for group in [taken] if together else [[each] for each in taken]:
             for peer, slot, _ in group:
                 self.lanes.wait(IN, self.outbox.full(self.rank, peer, slot))
                 expect(IN, peer)  # after each wait, so that the peer is named for which a lane really waits

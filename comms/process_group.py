@@ -137,22 +137,17 @@ class ProcessGroupAxis(Moves):
         return self.post("far", out, into, None, what)
 
     def exchange_words(self, words: Any) -> list[Any]:
-        sent = self.sent
-        mine = messages.encode(words)
-        everyone = self.gather_bytes(mine) or [mine] * self.size
-        self.sent = sent  # words do not count
-        return [messages.decode(data, self.peer(rank)) for rank, data in enumerate(everyone)]
-
-    def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        """The bytes of all ranks, or None if all are equal: then only digests travel."""
+        """If all are equal, only digests travel."""
+        sent, data = self.sent, messages.encode(words)
         mine, digest = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (data, sha256(data).digest()))
         digests = self.all_gather(digest, what="words").wait().unflatten(0, (self.size, -1))
-        if (digests == digest).all():
-            return None
-        lengths = self.all_gather(torch.tensor([len(data)], device=mine.device), what="words").wait().tolist()
-        everyone = [mine if r == self.rank else mine.new_empty(length) for r, length in enumerate(lengths)]
-        self.move(self.others([mine] * self.size), self.others(everyone), what="words").wait()
-        return [x.numpy().tobytes() for x in everyone]
+        everyone = [mine] * self.size
+        if not (digests == digest).all():
+            lengths = self.all_gather(torch.tensor([len(data)]), what="words").wait().tolist()
+            everyone = [mine if r == self.rank else mine.new_empty(length) for r, length in enumerate(lengths)]
+            self.move(self.others([mine] * self.size), self.others(everyone), what="words").wait()
+        self.sent = sent  # words do not count
+        return [messages.decode(x.numpy().tobytes(), self.peer(rank)) for rank, x in enumerate(everyone)]
 
     def peer(self, rank: int) -> int:
         try:

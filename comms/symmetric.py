@@ -32,7 +32,7 @@ from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.process_group import alive, hosts_of
 from ringattn.comms.watch import Watch
 
-KEPT: list[Any] = []  # outboxes, which live as long as the process, because other processes map them
+OUTBOXES: list[Any] = []  # outboxes, which live as long as the process, because other processes map them
 CONNECTED: Any = WeakKeyDictionary()  # connections by the group of all ranks, then by the ranks of a group
 
 
@@ -94,8 +94,8 @@ class SymmetricAxis(Moves):
         self.peers.send([(there, sends[there][:slots]) for there, _ in pairs if there in sends], expect, fills)
         self.lanes.precede(OUT)
         for i in range(max(map(len, (*sends.values(), *receives.values())))):  # the same order on every rank
-            here = [(r, receives[r][i]) for _, r in pairs if i < len(receives.get(r, ()))]
-            self.peers.receive(here, expect, fills)
+            arrivals = [(r, receives[r][i]) for _, r in pairs if i < len(receives.get(r, ()))]
+            self.peers.receive(arrivals, expect, fills)
             later = [(r, [sends[r][slots + i]]) for r, _ in pairs if slots + i < len(sends.get(r, ()))]
             self.peers.send(later, expect, fills)
         self.unpack(arriving)
@@ -124,17 +124,17 @@ class SymmetricAxis(Moves):
         for rank, tensors in out.items():
             readers.setdefault(id(tensors), []).append(rank)
         leaving = {id(tensors): self.batched(tensors, self.packed) for tensors in out.values()}
-        shown = [(pieces, readers[key]) for key, each in leaving.items() for pieces in each.batches]
+        shared = [(pieces, readers[key]) for key, each in leaving.items() for pieces in each.batches]
         arriving = {r: self.batched(x, self.buffer) for r, x in sorted(into.items(), key=self.steps_from)}
         starts = {r: batches_before(x) for r, x in into.items()}
         flight = Flight(self.lanes, self.watch, out, leaving, into, arriving)
         expect = partial(self.watch.expect, what=what)
-        if shown:
-            self.peers.put_shared(0, shown[:SHARED], expect, fills)
+        if shared:
+            self.peers.put_shared(0, shared[:SHARED], expect, fills)
 
         def fetched() -> Flight:
-            self.fetch(arriving, starts, shown[SHARED:], expect, fills)
-            self.sent += sum(weight([pieces]) * len(ranks) for pieces, ranks in shown)
+            self.fetch(arriving, starts, shared[SHARED:], expect, fills)
+            self.sent += sum(weight([pieces]) * len(ranks) for pieces, ranks in shared)
             return flight.launched()
 
         return fetched
@@ -148,8 +148,8 @@ class SymmetricAxis(Moves):
         """
         ends = {r: starts[r] + len(each.batches) for r, each in arriving.items()}
         for i in range(max(len(later), *ends.values(), 0)):
-            here = [(r, each.batches[i - starts[r]]) for r, each in arriving.items() if starts[r] <= i < ends[r]]
-            self.peers.take_shared(i, here, expect, fills)
+            arrivals = [(r, each.batches[i - starts[r]]) for r, each in arriving.items() if starts[r] <= i < ends[r]]
+            self.peers.receive(arrivals, expect, fills, shared=i)
             if i < len(later):
                 self.peers.put_shared(SHARED + i, [later[i]], expect, fills)
         self.unpack(arriving)
@@ -226,27 +226,21 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
         return None
 
     def meet() -> Any:
+        """Also compiles the kernel of several copies, for which no rank is to wait in the trial."""
         handle = symmetric.rendezvous(outbox, group)
+        OUTBOXES.append((outbox, handle))
         flags = outbox[:HEAD].view(torch.int32)
         flags[::2], flags[1::2] = 0, 1  # no slot is full, every slot is free
-        torch.cuda.synchronize()
-        return handle
-
-    handle = attempt(group, meet)
-    if handle is None:
-        return None
-    KEPT.append((outbox, handle))
-
-    def ready() -> Lanes:
-        """Compiles the kernel of several copies, for which no rank is to wait in the trial."""
         lanes, rows = Lanes(device), torch.zeros(6, 4, dtype=torch.int32, device=device)
+        torch.cuda.synchronize()
         lanes.copy_all(OUT, [Copy(rows[i].data_ptr(), rows[3 + i].data_ptr(), 16) for i in range(3)], fills=False)
         torch.cuda.synchronize()
-        return lanes
+        return handle, lanes
 
-    lanes = attempt(group, ready)
-    if lanes is None:
+    met = attempt(group, meet)
+    if met is None:
         return None
+    handle, lanes = met
     view = Outbox([int(address) for address in handle.buffer_ptrs], rank)
     counts = torch.zeros(2, size, dtype=torch.int32).pin_memory()
     peers, watch = Peers(lanes, view), Watch(lanes, view, size, counts, timeout=20.0)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ringattn.comms.engines import AID, IN, Lanes
+from ringattn.comms.engines import IN, RELEASE, Lanes
 from ringattn.comms.lost import with_first_loss
 from ringattn.comms.outbox import Outbox
 
@@ -82,8 +82,8 @@ class Watch:
     def release(self) -> None:
         for peer in range(self.size):
             for slot in range(self.outbox.slots):
-                self.lanes.set(AID, self.outbox.full(self.outbox.rank, peer, slot))
-                self.lanes.set(AID, self.outbox.free(self.outbox.rank, peer, slot))
+                self.lanes.set(RELEASE, self.outbox.full(self.outbox.rank, peer, slot))
+                self.lanes.set(RELEASE, self.outbox.free(self.outbox.rank, peer, slot))
 
 
 def in_time(ask: Callable[[], T], seconds: float) -> T | None:

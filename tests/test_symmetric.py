@@ -15,7 +15,7 @@ import torch
 
 from ringattn.comms import engines, memory, symmetric, watch
 from ringattn.comms.axis import Slices
-from ringattn.comms.engines import AID, IN, OUT, Copy, Lanes
+from ringattn.comms.engines import IN, OUT, RELEASE, Copy, Lanes
 from ringattn.comms.local import Board, LocalAxis, LocalMesh
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.symmetric import SymmetricAxis
@@ -44,7 +44,7 @@ class ThreadLanes:
 
     def __init__(self, one_lane: bool = False):
         first = Lane()
-        self.lanes = {OUT: first, IN: first if one_lane else Lane(), AID: Lane()}
+        self.lanes = {OUT: first, IN: first if one_lane else Lane(), RELEASE: Lane()}
         self.copies = Counter()
 
     def now(self):
