@@ -39,12 +39,11 @@ def test_local_batches_give_one_ranks_loss_and_gradient(name):
     assert all(abs(each[0] - alone[0]) < 1e-5 for each in ranks)
     for i in (1, 2):
         torch.testing.assert_close(sum(each[i] for each in ranks), alone[i], atol=1e-5, rtol=1e-5)
-    for given in ({}, {"labels": tokens.byte()}):  # of bytes, which have no value for what is ignored
-        if given or lengths != "tree":
-            plan, labels = ra.plan(seq_len=37), given.get("labels")
-            wide = None if labels is None else labels.long()
-            mine = ra.local_batch(tokens.byte(), plan, docs=docs, deal=deal, **given).labels
-            assert torch.equal(mine, ra.local_batch(tokens, plan, docs=docs, deal=deal, labels=wide).labels)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):  # bytes have no value for what is ignored
+        for labels in (None, tokens) if lengths != "tree" else (tokens,):
+            plan, given = ra.plan(seq_len=37), {"docs": docs, "deal": deal}
+            mine = ra.local_batch(tokens.to(dtype), plan, labels=None if labels is None else labels.to(dtype), **given)
+            assert torch.equal(mine.labels, ra.local_batch(tokens, plan, labels=labels, **given).labels)
     assert {each[3].plan.layout for each in ranks} == ({"balanced"} if deal else {"zigzag"})
     if lengths is None:  # as everybody shifts
         expected = F.pad(tokens[:, 1:], (0, 1), value=-100)

@@ -23,21 +23,10 @@ import ringattn as ra
 from ringattn import kernels
 from ringattn.conf.keys import nearest
 from ringattn.kernels.linear import TABLE as LINEAR
-from ringattn.launch.bench import Row
+from ringattn.launch.bench import Row, timing
 from ringattn.launch.bench.masks import WORDS, Case, asked_by, case_of
 from ringattn.launch.bench.ring import FLOPS
-from ringattn.launch.bench.timing import (
-    RULE,
-    Passes,
-    attention_passes,
-    draws,
-    finish,
-    held,
-    in_turns,
-    linear_draws,
-    linear_passes,
-    passes,
-)
+from ringattn.launch.bench.timing import RULE, Passes
 from ringattn.launch.words import option
 from ringattn.masks.bands import bounds_at, families
 
@@ -90,7 +79,7 @@ def rows_of(case: Case, options: Options) -> Iterator[Row]:
     contestants = {name: calls for name in options.impls or () if (calls := entered(name, case, options))}
     for mode in FLOPS if options.backward else ["forward"]:
         calls = {name: each[mode] for name, each in contestants.items()}
-        times = in_turns(calls, options.rounds, options.device)
+        times = timing.in_turns(calls, options.rounds, options.device)
         for name, own in times.items():
             ms = statistics.median(own)
             row: Row = {"impl": name, "mode": mode, "ms": ms, "peak_gib": peak_gib(calls[name], options.device)}
@@ -123,19 +112,20 @@ def peak_gib(call: Any, device: str) -> float | None:
     """What a call allocates at its peak, beyond its inputs."""
     if device != "cuda":
         return None
-    finish()
-    memory = held("cuda")
+    timing.finish()
+    memory = timing.held("cuda")
     call()
-    finish()
+    timing.finish()
     return memory.grown() / 2**30
 
 
 def ours(kernel: str, case: Case, options: Options) -> Passes:
     """`ra.attention` or `ra.linear_attention` by this kernel."""
     if options.rule != "softmax":
-        return linear_passes(options, ra.plan(seq_len=case.tokens), kernel, docs=case.asked.get("docs"))
+        return timing.linear_passes(options, ra.plan(seq_len=case.tokens), kernel, docs=case.asked.get("docs"))
     sizes: dict[str, Any] = {"heads": (options.heads, options.kv_heads), "head_dim": options.head_dim}
-    return attention_passes(options, ra.plan(seq_len=case.tokens, kernel=kernel, **sizes, **case.asked), **case.asked)
+    plan = ra.plan(seq_len=case.tokens, kernel=kernel, **sizes, **case.asked)
+    return timing.attention_passes(options, plan, **case.asked)
 
 
 @lru_cache(maxsize=1)
@@ -158,9 +148,9 @@ def flex(case: Case, options: Options) -> Passes:
         return (begin[i] <= j) & (j < end[i])
 
     mask = create_block_mask(seen, None, None, case.tokens, case.tokens, device="cuda")
-    *leaves, dout = (x.detach().transpose(1, 2).contiguous() for x in draws(options, case.tokens, "qkvo"))
+    *leaves, dout = (x.detach().transpose(1, 2).contiguous() for x in timing.draws(options, case.tokens, "qkvo"))
     q, k, v = (x.requires_grad_() for x in leaves)
-    return passes(lambda: compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True), (q, k, v), dout)
+    return timing.passes(lambda: compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True), (q, k, v), dout)
 
 
 def fa4(case: Case, options: Options) -> Passes:
@@ -170,7 +160,7 @@ def fa4(case: Case, options: Options) -> Passes:
         raise NotImplementedError("FlashAttention-4 alone has causal and full masks, windows and packed documents")
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    q, k, v, dout = draws(options, case.tokens, "qkvo")
+    q, k, v, dout = timing.draws(options, case.tokens, "qkvo")
     how: dict[str, Any] = {"softmax_scale": options.head_dim**-0.5, "causal": spec.causal and spec.window is None}
     if docs is not None:  # tokens in one row, [tokens, H, D]
         q, k, v, dout = (x.flatten(0, 1) for x in (q, k, v, dout))
@@ -200,9 +190,9 @@ def fla(case: Case, options: Options) -> Passes:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as attend
     else:
         from fla.ops.kda import chunk_kda as attend
-    (q, k, v, g, beta), dout = linear_draws(options, case.tokens)
+    (q, k, v, g, beta), dout = timing.linear_draws(options, case.tokens)
     how = {"scale": options.head_dim**-0.5, **({} if beta is None else {"beta": beta})}
-    return passes(lambda: attend(q, k, v, g, **how)[0], (q, k, v, g, beta), dout)
+    return timing.passes(lambda: attend(q, k, v, g, **how)[0], (q, k, v, g, beta), dout)
 
 
 PEERS: dict[str, Any] = {"flex": flex, "fa4": fa4, "fla": fla}  # whose errors are no bugs here

@@ -15,19 +15,9 @@ from itertools import product
 from typing import Any
 
 import ringattn as ra
-from ringattn.launch.bench import Row, over_ranks
+from ringattn.launch.bench import Row, over_ranks, timing
 from ringattn.launch.bench.masks import WORDS, Case, asked_by, case_of
-from ringattn.launch.bench.timing import (
-    IN_A_ROW,
-    RULE,
-    Passes,
-    attention_passes,
-    dtype_on,
-    finish,
-    held,
-    linear_passes,
-    median_ms,
-)
+from ringattn.launch.bench.timing import IN_A_ROW, RULE, Passes
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "route", "mode", "ms", "floor_ms", "ratio", "tflops",
@@ -100,11 +90,11 @@ def floor(options: Options, case: Case) -> dict[str, float]:
     """Milliseconds of each mode with as much work as a rank has, and no communication."""
     share = 1
     if options.rule != "softmax":
-        calls = linear_passes(options, ra.plan(seq_len=case.tokens // options.ranks), options.kernel)
+        calls = timing.linear_passes(options, ra.plan(seq_len=case.tokens // options.ranks), options.kernel)
     else:
         length = round(case.tokens / options.ranks**0.5) if case.plain else case.tokens
         share = 1 if case.plain else options.ranks
-        calls = attention_passes(options, ra.plan(seq_len=length, kernel=options.kernel), **case.asked)
+        calls = timing.attention_passes(options, ra.plan(seq_len=length, kernel=options.kernel), **case.asked)
     return {mode: timed(calls[mode], options) / share for mode in options.modes}
 
 
@@ -123,10 +113,10 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[Row, 
         axis = plan.axes.ring if plan.ring > 1 else plan.axes.ulysses
         about = {"who": axis.by, "strategy": plan.strategy, "layout": plan.layout, "route": plan.transport.route}
         if softmax:
-            yield about, plan, attention_passes(options, plan, **case.asked)
+            yield about, plan, timing.attention_passes(options, plan, **case.asked)
             continue
         for scan in options.scan:
-            calls = linear_passes(options, plan, options.kernel, scan, case.asked.get("docs"))
+            calls = timing.linear_passes(options, plan, options.kernel, scan, case.asked.get("docs"))
             yield {**about, "strategy": options.rule, "route": scan}, plan, calls
 
 
@@ -135,16 +125,16 @@ def counted(options: Options, case: Case, mode: str, plan: Any, call: Callable[[
     q, k, v, out, the gradients of all four and lse take.
     """
     axes = plan.ring_axis, plan.ulysses_axis
-    before, memory = sum(getattr(axis, "sent", 0) for axis in axes), held(options.device)
+    before, memory = sum(getattr(axis, "sent", 0) for axis in axes), timing.held(options.device)
     call()
-    finish()
+    timing.finish()
     row: Row = {"MB": (sum(getattr(axis, "sent", 0) for axis in axes) - before) / 1e6, "peak": None}
     if mode != "forward" and options.rule == "softmax":
-        local = case.tokens // options.ranks
-        inputs = 2 * local * (options.heads + options.kv_heads) * options.head_dim * dtype_on(options.device).itemsize
+        local, size = case.tokens // options.ranks, timing.dtype_on(options.device).itemsize
+        inputs = 2 * local * (options.heads + options.kv_heads) * options.head_dim * size
         row["peak"] = (inputs + memory.grown()) / (2 * inputs + 4 * local * options.heads)
     return row
 
 
 def timed(call: Callable[[], Any], options: Options) -> float:
-    return median_ms(call, options.repeats, options.warmup, options.graphs, options.calls)
+    return timing.median_ms(call, options.repeats, options.warmup, options.graphs, options.calls)

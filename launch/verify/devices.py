@@ -3,7 +3,6 @@
 Results are whole, in the order of the sequence; padding goes in as NaN.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 
 Given = dict[str, Any]
-Program = Callable[[Given], dict[str, Any]]
 
 
 def runs_here(case: Case) -> bool:
@@ -28,43 +26,34 @@ def runs_here(case: Case) -> bool:
 
 
 def results(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The results for what a case is given, as torch's tensors in float64."""
-    mesh = mesh_of(case)
+    """The results for what a case is given, as torch's tensors in float64, over the first devices.
+
+    The types of arrays on explicit axes, as `jax.make_mesh` makes them, say how they are cut.
+    """
+    mesh = rj.init_mesh(**case.sizes, devices=jax.devices()[: case.ring * case.ulysses])
+    kinds = (AxisType.Explicit if case.explicit else AxisType.Auto,) * len(mesh.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
     with jax.enable_x64(case.dtype == "float64"), jax.set_mesh(mesh) if case.explicit else nullcontext():
         names = {torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
         arrays = {n: jnp.asarray(x.double().numpy(), names.get(x.dtype, "float32")) for n, x in given.items()}
-        return {n: torch.from_numpy(np.array(x).astype("float64")) for n, x in program_of(case, mesh)(arrays).items()}
+        plan = case.plan_on(mesh)
+        found = through_cache(case, plan, arrays) if case.steps else jax.jit(partial(once, case, plan))(arrays)
+        return {n: torch.from_numpy(np.array(x).astype("float64")) for n, x in found.items()}
 
 
-def mesh_of(case: Case) -> Mesh:
-    """The first devices as a mesh, whose explicit axes, as `jax.make_mesh` makes them, are in the types of arrays."""
-    mesh = rj.init_mesh(**case.sizes, devices=jax.devices()[: case.ring * case.ulysses])
-    kinds = (AxisType.Explicit if case.explicit else AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
-
-
-def program_of(case: Case, mesh: Mesh) -> Program:
-    """What computes this case's results on the devices."""
-    plan = case.plan_on(mesh)
-    return piece_by_piece(case, plan) if case.steps else jax.jit(once(case, plan))
-
-
-def once(case: Case, plan: Any) -> Program:
+def once(case: Case, plan: Any, given: Given) -> Given:
     """Both results and every gradient. Gradients come back for each that one is given for; not for an lse of -inf."""
 
-    def forward(leaves: Given, others: Given) -> Given:
+    def forward(leaves: Given) -> Given:
         x = {n: poisoned(n, t, plan) for n, t in {**others, **leaves}.items()}
         found = dict(zip(case.outputs, case.call(plan, x), strict=True))
         return {n: t if n in oracle.WHOLE else plan.unshard(t) for n, t in found.items()}
 
-    def program(given: Given) -> Given:
-        others = {n: given[n] for n in case.arguments if n not in case.leaves}
-        outputs, backward = jax.vjp(lambda leaves: forward(leaves, others), {n: given[n] for n in case.leaves})
-        back = {n: given.get(f"d{n}", jnp.zeros_like(x)) for n, x in outputs.items()}
-        (grads,) = backward({n: jnp.where(jnp.isfinite(x), back[n], 0).astype(x.dtype) for n, x in outputs.items()})
-        return {**outputs, **{f"d{n}": x for n, x in grads.items()}}
-
-    return program
+    others = {n: given[n] for n in case.arguments if n not in case.leaves}
+    outputs, backward = jax.vjp(forward, {n: given[n] for n in case.leaves})
+    back = {n: given.get(f"d{n}", jnp.zeros_like(x)) for n, x in outputs.items()}
+    (grads,) = backward({n: jnp.where(jnp.isfinite(x), back[n], 0).astype(x.dtype) for n, x in outputs.items()})
+    return {**outputs, **{f"d{n}": x for n, x in grads.items()}}
 
 
 def poisoned(name: str, x: jax.Array, plan: Any) -> jax.Array:
@@ -87,11 +76,7 @@ def unsharded(plan: Any, x: jax.Array) -> Any:
     return plan.unshard(x)
 
 
-def piece_by_piece(case: Case, plan: Any) -> Program:
+def through_cache(case: Case, plan: Any, given: Given) -> Given:
     """A cache filled and read; pieces of numpy's arrays need no program to be cut."""
-
-    def program(given: Given) -> Given:
-        pieces = case.pieces(plan, {n: np.array(x) for n, x in given.items()}, jnp.asarray, sharded, unsharded)
-        return {"out": np.concatenate([np.array(x, np.float64) for x in pieces], 1)}
-
-    return program
+    pieces = case.pieces(plan, {n: np.array(x) for n, x in given.items()}, jnp.asarray, sharded, unsharded)
+    return {"out": np.concatenate([np.array(x, np.float64) for x in pieces], 1)}

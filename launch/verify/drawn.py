@@ -49,7 +49,7 @@ def draw(seed: int, ranks: int | None, dtype: str | None, kernel: str, device: s
     names = "q", "k", "v", "sinks", "g", "beta", "state"
     words["frozen"] = tuple(n for n in names if r.random() < 0.5) if r.random() < 0.1 else ()
     words["factored"] = kind == "attention" and count > 1 and r.random() < 0.15
-    words["explicit"] = device == "jax" and r.random() < 0.4
+    words["explicit"] = device == "jax" and r.random() < 0.5
     return Case(**words)
 
 
