@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.compat import hf_flash_attn
 from ringattn.compat.ring_flash_attn import (
     restore_hf_flash_attn,
     substitute_hf_flash_attn,
@@ -80,9 +79,11 @@ def test_logits_and_every_gradient_are_those_of_one_rank(name):
 
 def refused():
     """Every call that would be wrong, in a process group of one rank: the words of its error."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     model = build("Llama", "flash_attention_2").train()
     row = {"position_ids": positions(), "use_cache": False}
-    messages = []
+    messages, before = [], ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
 
     def of(call):
         try:
@@ -105,7 +106,7 @@ def refused():
     of(lambda: model(tokens().expand(2, -1), use_cache=False))
     of(recomputed)
     restore_hf_flash_attn()
-    of(restore_hf_flash_attn)
+    assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is before
     return messages
 
 
@@ -118,18 +119,7 @@ def test_what_would_be_wrong_is_refused():
             "cu_seqlens ends with 39, and 1 ranks with 40 tokens each have 40",
             "a batch of 2 rows: pack them into one",
             "between forward and a backward that recomputes activations",
-            "flash_attention_2 is transformers' own",
         ),
         strict=True,
     ):
         assert words in result
-
-
-def test_transformers_gets_its_own_back():
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    before = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-    substitute_hf_flash_attn(None, 1)
-    assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is hf_flash_attn.attend
-    restore_hf_flash_attn()
-    assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is before

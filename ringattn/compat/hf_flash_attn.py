@@ -24,7 +24,7 @@ class Batch(NamedTuple):
 
 
 BATCHES: list[Batch] = []  # the current one
-SEEN: Any = WeakIdKeyDictionary()  # by position_ids, the batch that they came with
+BATCH_OF: Any = WeakIdKeyDictionary()  # by position_ids, the batch that they came with
 
 
 def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int = 1) -> None:
@@ -43,8 +43,6 @@ def restore_hf_flash_attn() -> None:
     """Give transformers its own flash_attention_2 back."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if ALL_ATTENTION_FUNCTIONS[NAME] is not attend:
-        raise ValueError("flash_attention_2 is transformers' own: there is nothing to restore")
     del ALL_ATTENTION_FUNCTIONS[NAME]  # ours hides transformers' own
     BATCHES.clear()
 
@@ -60,7 +58,7 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attenti
     if not BATCHES:
         raise ValueError("call update_ring_flash_attn_params(cu_seqlens, group) before the model, for each batch")
     (batch,), at = BATCHES, given.get("position_ids")
-    if isinstance(at, Tensor) and SEEN.setdefault(at, batch).docs != batch.docs:
+    if isinstance(at, Tensor) and BATCH_OF.setdefault(at, batch).docs != batch.docs:
         raise ValueError(
             "these position_ids came with other documents before: update_ring_flash_attn_params was called between "
             "forward and a backward that recomputes activations; call it after backward"

@@ -11,7 +11,7 @@ from ringattn.comms.local import LocalMesh
 from ringattn.masks.spec import Docs
 from ringattn.plans.plan import Plan
 
-MOST = 64  # lengths whose plans are kept, for each group and layout
+PLANS_KEPT = 64  # by length and documents, for each group and layout
 PLANS: Any = WeakIdKeyDictionary()  # by group, as long as it lives
 
 
@@ -43,7 +43,7 @@ def plan_over(
     lengths = local_len, local_len if local_keys is None else local_keys
     kind = (*lengths, docs)
     if kind not in plans:
-        if len(plans) > MOST:
+        if len(plans) > PLANS_KEPT:
             del plans[list(plans)[1]]
         ranks = plans[0].ring * plans[0].ulysses
         whole = plans[0].for_length(lengths[0] * ranks, key_len=lengths[1] * ranks)

@@ -15,7 +15,7 @@ The varlen functions that cut every document use a plan that does so (`plan.for_
 are refused. `deterministic`, `max_seqlen` and `heads_k_stride` are accepted and change nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ PREPARED: Any = WeakIdKeyDictionary()  # by the cu_seqlens_q that prepare made: 
 
 
 class Options(NamedTuple):
-    """What functions take last, by the names of an ORDER; what follows `group` by name only."""
+    """What functions take last; `softcap` by name only."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -54,8 +54,6 @@ class Options(NamedTuple):
     return_attn_probs: bool = False
     group: Any = None
     softcap: float = 0.0
-    attn_type: Any = "fa"  # yunchang's
-    attn_processor: Any = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -72,43 +70,34 @@ class Options(NamedTuple):
         return AttentionSpec(causal, window, softcap=self.softcap or None, scale=self.softmax_scale)
 
 
-ORDER = Options._fields[: Options._fields.index("attn_type")]
-
-
-def named(name: str, doc: str, arguments: str, order: Sequence[str]) -> Callable[[Function], Function]:
-    """A function of this name, whose signature is these arguments and then options in this order."""
+def named(name: str, doc: str, arguments: str, function: Function) -> Function:
+    """`function`, which takes these arguments and Options, with the signature of both, and this name."""
     head = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in arguments.split()]
-    kinds = {n: Parameter.KEYWORD_ONLY for n in order[order.index("group") + 1 :]}
+    kinds = {"softcap": Parameter.KEYWORD_ONLY}
     tail = [
-        Parameter(n, kinds.get(n, Parameter.POSITIONAL_OR_KEYWORD), default=Options._field_defaults[n]) for n in order
+        Parameter(n, kinds.get(n, Parameter.POSITIONAL_OR_KEYWORD), default=x)
+        for n, x in Options._field_defaults.items()
     ]
     whole = Signature([*head, *tail])
 
-    def make(function: Function) -> Function:
-        """From one of these arguments and of Options."""
+    def call(*args: Any, **given: Any) -> Any:
+        bound = whole.bind(*args, **given)
+        bound.apply_defaults()
+        values = list(bound.arguments.values())
+        return function(*values[: len(head)], Options(*values[len(head) :]))
 
-        def call(*args: Any, **given: Any) -> Any:
-            bound = whole.bind(*args, **given)
-            bound.apply_defaults()
-            values = list(bound.arguments.values())
-            return function(*values[: len(head)], Options(**dict(zip(order, values[len(head) :], strict=True))))
-
-        call.__name__ = call.__qualname__ = name
-        call.__doc__, call.__signature__ = doc, whole  # type: ignore[attr-defined]
-        return call
-
-    return make
+    call.__name__ = call.__qualname__ = name
+    call.__doc__, call.__signature__ = doc, whole  # type: ignore[attr-defined]
+    return call
 
 
-def family(
-    name: str, doc: str, function: Function, more: str = "", order: Sequence[str] = ORDER
-) -> tuple[Function, Function, Function]:
+def family(name: str, doc: str, function: Function, more: str = "") -> tuple[Function, Function, Function]:
     """NAME_func of q, k, v; of q and kv [.., 2, G, D]; and of qkv [.., 3, H, D]."""
     prefix = name.removesuffix("_func")
     return (
-        named(name, doc, f"q k v {more}", order)(function),
-        named(f"{prefix}_kvpacked_func", doc, f"q kv {more}", order)(lambda q, kv, *a: function(q, *kv.unbind(-3), *a)),
-        named(f"{prefix}_qkvpacked_func", doc, f"qkv {more}", order)(lambda qkv, *a: function(*qkv.unbind(-3), *a)),
+        named(name, doc, f"q k v {more}", function),
+        named(f"{prefix}_kvpacked_func", doc, f"q kv {more}", lambda q, kv, *a: function(q, *kv.unbind(-3), *a)),
+        named(f"{prefix}_qkvpacked_func", doc, f"qkv {more}", lambda qkv, *a: function(*qkv.unbind(-3), *a)),
     )
 
 
@@ -122,21 +111,25 @@ def of_batch(layout: str, axis: str = "ring") -> Function:
         if (spec.causal or spec.window) and q.shape[1] != k.shape[1]:
             what = "causal" if spec.causal else "a window"
             raise ValueError(f"{what}: {q.shape[1]} queries a rank and {k.shape[1]} keys; they must be the same tokens")
-        if not options.return_attn_probs:
-            return api.attention(q, k, v, plan, spec=spec)
-        out, lse = api.attention(q, k, v, plan, spec=spec, return_lse=True)
-        return out, lse.transpose(1, 2), None
+        return attended(q, k, v, plan, spec, None, options)
 
     return function
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, options: Options) -> Any:
-    """out [t, H, D]; if probabilities are requested (out, lse [H, t], None)."""
-    given = q[None], k[None], v[None], plan
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, options: Options
+) -> Any:
+    """out; if probabilities are requested (out, lse with heads before tokens, None)."""
     if not options.return_attn_probs:
-        return api.attention(*given, spec=spec, docs=docs)[0]
-    out, lse = api.attention(*given, spec=spec, docs=docs, return_lse=True)
-    return out[0], lse[0].T, None
+        return api.attention(q, k, v, plan, spec=spec, docs=docs)
+    out, lse = api.attention(q, k, v, plan, spec=spec, docs=docs, return_lse=True)
+    return out, lse.mT, None
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, options: Options) -> Any:
+    """The same of one row without its dim."""
+    result = attended(q[None], k[None], v[None], plan, spec, docs, options)
+    return (result[0][0], result[1][0], None) if options.return_attn_probs else result[0]
 
 
 def on_host(cu_seqlens: Tensor) -> list[int]:

@@ -1,19 +1,16 @@
 """The modules of yunchang, by their names and signatures: `from ringattn.compat.yunchang import ...`.
 
 `set_seq_parallel_pg` arranges the ranks, Ulysses ranks next to each other or (`use_ulysses_low=False`) ring ranks.
-Either way ring rank r holds the tokens that `ring_impl_type` names, cut contiguously among its Ulysses ranks:
+Either way ring rank r has the tokens that `ring_impl_type` names, cut contiguously among its Ulysses ranks:
 
     basic    block r of the sequence
     zigzag   blocks r and 2 * ring - 1 - r of 2 * ring
     strip    every ring-th token, from r on
 
-`EXTRACT_FUNC_DICT[ring_impl_type]` cuts a whole sequence so; the names that end in a kernel's mean the same tokens.
-Windows, `softcap` and fewer key heads than Ulysses ranks are exact. `dropout_p`, `alibi_slopes`, quantized or sparse
-kernels and their `attn_processor` are refused. The kernel is chosen for the device: exact kinds of `attn_type`,
-`use_sync`, `use_pack_qkv`, `deterministic`, the modules' `return_attn_probs` and arguments after it are accepted and
-change nothing; the modules return out alone.
-
-The functions of a ring are those of `ringattn.compat.ring_flash_attn` with yunchang's order of arguments.
+`EXTRACT_FUNC_DICT[ring_impl_type]` cuts a whole sequence so. Windows, `softcap` and fewer key heads than Ulysses ranks
+are exact. The kernel is chosen for the device: `attn_type`, `use_sync`, `use_pack_qkv`, `deterministic` and
+`return_attn_probs` change nothing, and the modules return out alone. The functions of a ring are in
+`ringattn.compat.ring_flash_attn`.
 """
 
 from collections.abc import Callable
@@ -27,38 +24,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringattn.comms.mesh import init_mesh, split
-from ringattn.compat.ring_flash_attn import Function, Options, family, of_batch, of_cut_documents
+from ringattn.compat.ring_flash_attn import Options, of_batch
 from ringattn.layouts.layout import Layout, positions_of
 
-LAYOUTS = {
-    "basic": "contiguous", "zigzag": "zigzag", "strip": "striped", "basic_pytorch": "contiguous",
-    "basic_flashinfer": "contiguous", "basic_npu": "contiguous", "zigzag_npu": "zigzag", "basic_xpu": "contiguous",
-}  # fmt: skip
-ORDER = (
-    "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
-    "return_attn_probs", "group", "attn_type", "attn_processor",
-)  # fmt: skip
+LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "strip": "striped"}
 
 
 class AttnType(Enum):
-    """Kinds of kernels. Which one runs is chosen for the device, and it is exact."""
+    """Kinds of exact kernels. Which one runs is chosen for the device."""
 
-    AITER = "aiter"
     FA = "fa"
     FA3 = "fa3"
     FLASHINFER = "flashinfer"
     TORCH = "torch"
-    TORCH_MATH = "torch_math"
-    TORCH_FLASH = "torch_flash"
-    TORCH_EFFICIENT = "torch_efficient"
-    TORCH_CUDNN = "torch_cudnn"
-    NPU = "npu"
-    SAGE_AUTO = "sage_auto"  # from here on refused
-    SAGE_FP16 = "sage_fp16"
-    SAGE_FP16_TRITON = "sage_fp16_triton"
-    SAGE_FP8 = "sage_fp8"
-    SAGE_FP8_SM90 = "sage_fp8_sm90"
-    SPARSE_SAGE = "sparse_sage"
 
     @classmethod
     def from_string(cls, s: str) -> "AttnType":
@@ -109,32 +87,20 @@ class UlyssesAttention(nn.Module):
     """Attention over the ranks of a process group that exchange heads for tokens; rank r has block r."""
 
     def __init__(
-        self,
-        sequence_process_group: Any = None,
-        scatter_idx: int = 2,
-        gather_idx: int = 1,
-        use_sync: bool = False,
+        self, sequence_process_group: Any = None, scatter_idx: int = 2, gather_idx: int = 1, use_sync: bool = False,
         attn_type: Any = AttnType.FA,
-    ):
+    ):  # fmt: skip
         super().__init__()
-        check(attn_type, None, scatter_idx, gather_idx)
+        AttnType(attn_type)
+        if (scatter_idx, gather_idx) != (2, 1):
+            raise ValueError("leave out scatter_idx and gather_idx: tensors are [batch, tokens, heads, head dim]")
         self.group, self.attention = sequence_process_group, of_batch("contiguous", axis="ulysses")
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Any = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        *args: Any,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
+        deterministic: bool = False, return_attn_probs: bool = False, *args: Any,
+    ) -> Tensor:  # fmt: skip
         """Out [B, t, H, D] of this rank's tokens, from theirs."""
         options = Options(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, group=self.group, softcap=softcap
@@ -146,64 +112,19 @@ class LongContextAttention(UlyssesAttention):
     """Attention over a ring of groups of Ulysses ranks: those of `set_seq_parallel_pg`, or of a mesh."""
 
     def __init__(
-        self,
-        scatter_idx: int = 2,
-        gather_idx: int = 1,
-        ring_impl_type: str = "basic",
-        use_pack_qkv: bool = False,
-        use_sync: bool = False,
-        attn_type: Any = AttnType.FA,
-        attn_processor: Any = None,
-        *,
-        mesh: Any = None,
-    ):
-        check(attn_type, attn_processor)
+        self, scatter_idx: int = 2, gather_idx: int = 1, ring_impl_type: str = "basic", use_pack_qkv: bool = False,
+        use_sync: bool = False, attn_type: Any = AttnType.FA, attn_processor: Any = None, *, mesh: Any = None,
+    ):  # fmt: skip
         mesh = PROCESS_GROUP.mesh if mesh is None else mesh
         if mesh is None:
             raise ValueError("call set_seq_parallel_pg before LongContextAttention, or give it mesh=")
+        if attn_processor is not None:
+            raise ValueError("attn_processor: attention is exact here, neither sparse nor quantized; leave it out")
         super().__init__(mesh, scatter_idx, gather_idx, use_sync, attn_type)
         self.attention = of_batch(layout_of(ring_impl_type))
 
 
 AsyncLongContextAttention = LongContextAttention  # a plan overlaps what Ulysses ranks exchange by itself
-
-
-class LongContextAttentionQKVPacked(nn.Module):
-    """LongContextAttention of one tensor qkv [B, t, 3, H, D]."""
-
-    def __init__(
-        self,
-        scatter_idx: int = 3,
-        gather_idx: int = 1,
-        ring_impl_type: str = "basic",
-        use_sync: bool = False,
-        attn_type: Any = AttnType.FA,
-        attn_processor: Any = None,
-        *,
-        mesh: Any = None,
-    ):
-        super().__init__()
-        self.inner = LongContextAttention(
-            scatter_idx - 1, gather_idx, ring_impl_type, False, use_sync, attn_type, attn_processor, mesh=mesh
-        )
-
-    def forward(self, qkv: Tensor, *args: Any, **given: Any) -> Tensor:
-        """What follows qkv is what LongContextAttention takes after value."""
-        return self.inner(*qkv.unbind(2), *args, **given)
-
-
-def check(attn_type: Any, attn_processor: Any = None, scatter_idx: int = 2, gather_idx: int = 1) -> None:
-    """A ValueError that names what is not supported."""
-    kind, exact = getattr(attn_type, "value", attn_type), [each.value for each in AttnType if "sage" not in each.value]
-    if kind not in exact:
-        raise ValueError(f"attn_type={kind!r}: attention is exact here; use one of {', '.join(exact)}")
-    if attn_processor is not None:
-        raise ValueError("attn_processor: attention is exact here, neither sparse nor quantized; leave it out")
-    if (scatter_idx, gather_idx) != (2, 1):
-        raise ValueError(
-            f"heads in dim {scatter_idx} and tokens in dim {gather_idx}: only [batch, tokens, heads, head dim] is "
-            "supported; leave out scatter_idx and gather_idx"
-        )
 
 
 def layout_of(ring_impl_type: str) -> str:
@@ -230,63 +151,4 @@ def extract_local(
 
 
 EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(extract_local, name) for name in LAYOUTS}
-basic_extract_local, zigzag_extract_local, stripe_extract_local = (
-    EXTRACT_FUNC_DICT[name] for name in ("basic", "zigzag", "strip")
-)
-
-
-def over_ring(name: str, function: Function, more: str = "") -> tuple[Function, Function, Function]:
-    """NAME_func and its packed forms, with yunchang's order of arguments."""
-
-    def checked(*given: Any) -> Any:
-        check(given[-1].attn_type, given[-1].attn_processor)
-        return function(*given)
-
-    return family(name, "Which tokens a rank holds: see ringattn.compat.ring_flash_attn.", checked, more, ORDER)
-
-
-ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = over_ring(
-    "ring_flash_attn_func", of_batch("contiguous")
-)
-zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = over_ring(
-    "zigzag_ring_flash_attn_func", of_batch("zigzag")
-)
-stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = over_ring(
-    "stripe_flash_attn_func", of_batch("striped")
-)
-ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = over_ring(
-    "ring_flash_attn_varlen_func", of_cut_documents("contiguous"), "cu_seqlens max_seqlen"
-)
-(
-    zigzag_ring_flash_attn_varlen_func,
-    zigzag_ring_flash_attn_varlen_kvpacked_func,
-    zigzag_ring_flash_attn_varlen_qkvpacked_func,
-) = over_ring("zigzag_ring_flash_attn_varlen_func", of_cut_documents("zigzag"), "cu_seqlens max_seqlen")
-ring_pytorch_attn_func = ring_flashinfer_attn_func = ring_flash_attn_func
-ring_flashinfer_attn_kvpacked_func = ring_flash_attn_kvpacked_func
-ring_flashinfer_attn_qkvpacked_func = ring_flash_attn_qkvpacked_func
-
-BY_LAYOUT = {
-    "contiguous": (ring_flash_attn_func, ring_flash_attn_qkvpacked_func),
-    "zigzag": (zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_qkvpacked_func),
-    "striped": (stripe_flash_attn_func, stripe_flash_attn_qkvpacked_func),
-}
-RING_IMPL_DICT = {name: BY_LAYOUT[layout][0] for name, layout in LAYOUTS.items()}
-RING_IMPL_QKVPACKED_DICT = {name: BY_LAYOUT[layout][1] for name, layout in LAYOUTS.items()}
-
-__all__ = [
-    *sorted(name for name in globals() if name.endswith("_func")),
-    "RING_IMPL_DICT",
-    "RING_IMPL_QKVPACKED_DICT",
-    "EXTRACT_FUNC_DICT",
-    "PROCESS_GROUP",
-    "AsyncLongContextAttention",
-    "AttnType",
-    "LongContextAttention",
-    "LongContextAttentionQKVPacked",
-    "UlyssesAttention",
-    "basic_extract_local",
-    "set_seq_parallel_pg",
-    "stripe_extract_local",
-    "zigzag_extract_local",
-]
+basic_extract_local, zigzag_extract_local, stripe_extract_local = EXTRACT_FUNC_DICT.values()
