@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 
+EVERY = slice(None)
+
+
 class Term(NamedTuple):
     """A term `grad` [B, rows, heads, D] of a gradient, for the rows and heads in these half-open ranges."""
 
@@ -20,42 +23,42 @@ class Term(NamedTuple):
 
 
 class Total:
-    """The terms of a gradient with the shape of `like`, in the order in which they were added."""
+    """The terms of a gradient with the shape of `like`, in the order in which they were added.
+
+    `running` is the sum so far, if it is one tensor: a kernel may add its own to it in place.
+    """
 
     def __init__(self, like: Tensor):
         self.shape, self.device = like.shape, like.device
         self.exact = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.terms: list[Term] = []
+        self.nbytes = 0
+        self.running: Tensor | None = None
 
-    def add(self, grad: Any, rows: slice = slice(None), heads: slice = slice(None)) -> None:
+    def add(self, grad: Any, rows: slice = EVERY, heads: slice = EVERY) -> None:
         """Add a tensor or a total for these rows and heads. None, and a sum that is already `running`, add nothing."""
         if grad is None or grad is self.running:
             return
-        t, h = range(self.shape[1])[rows], range(self.shape[2])[heads]
-        terms = grad.terms if isinstance(grad, Total) else [Term(grad, (0, len(t)), (0, len(h)))]
+        t, h = rows.start or 0, heads.start or 0
+        terms = grad.terms if isinstance(grad, Total) else [whole(grad)]
         for x, (first, end), (top, bottom) in terms:
-            self.terms.append(Term(x, (t.start + first, t.start + end), (h.start + top, h.start + bottom)))
-
-    @property
-    def running(self) -> Tensor | None:
-        """The sum so far, if it is one tensor: a kernel may add its own to it in place."""
+            self.terms.append(Term(x, (t + first, t + end), (h + top, h + bottom)))
+            self.nbytes += x.nbytes
+        self.running = None
         if len(self.terms) == 1 and self.covers(self.terms[0]) and self.terms[0].grad.dtype == self.exact:
-            return self.terms[0].grad
-        return None
+            self.running = self.terms[0].grad
 
     def fold(self) -> None:
         """Add up all terms if they take more than 1.5 times the memory of the sum."""
-        if 2 * sum(term.grad.nbytes for term in self.terms) > 3 * self.shape.numel() * self.exact.itemsize:
+        if len(self.terms) > 1 and 2 * self.nbytes > 3 * self.shape.numel() * self.exact.itemsize:
             self.tensor(self.exact)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """The sum, which replaces all terms. It may reuse the memory of the first one."""
         total = self.sum_of(self.terms, dtype)
-        self.terms = [self.whole(total)]
+        self.terms, self.nbytes = [whole(total)], total.nbytes
+        self.running = total if dtype == self.exact else None
         return total
-
-    def whole(self, grad: Tensor) -> Term:
-        return Term(grad, (0, self.shape[1]), (0, self.shape[2]))
 
     def rows_at(self, at: range, dtype: torch.dtype) -> Tensor:
         """These rows of the sum: a view if one term alone covers them, zeros if none does."""
@@ -80,7 +83,7 @@ class Total:
 
             while len(terms) > TERMS:
                 room = torch.empty(self.shape, dtype=self.exact, device=self.device)
-                terms = [self.whole(add_parts(room, terms[:TERMS])), *terms[TERMS:]]
+                terms = [whole(add_parts(room, terms[:TERMS])), *terms[TERMS:]]
             return add_parts(first if in_place else torch.empty(self.shape, dtype=dtype, device=self.device), terms)
         in_place = in_place and dtype == self.exact  # others would be rounded after each term
         total = first if in_place else torch.zeros(self.shape, dtype=self.exact, device=self.device)
@@ -90,6 +93,10 @@ class Total:
 
     def covers(self, term: Term) -> bool:
         return term.grad.shape == self.shape
+
+
+def whole(grad: Tensor) -> Term:
+    return Term(grad, (0, grad.shape[1]), (0, grad.shape[2]))
 
 
 def in_dtype(grad: Tensor | Total, dtype: torch.dtype) -> Tensor:
