@@ -144,7 +144,7 @@ def test_memory_of_a_ring_is_what_its_loop_allocates(hosts, layout, given):
         score = Score(SimpleNamespace(fills=False, parted=True), None, kernel, None)
         steps = steps_of(table, reads_of(mask).shards, axis.rank, Sight(mask, axis.rank))
         with Allocated(q, k, v) as memory:
-            for total in ring.backward(q, k, v, None, axis, steps, score, narrow=False):
+            for total in ring.backward(q, k, v, None, axis, steps, score, low=False):
                 total.tensor(torch.bfloat16)
         return memory.most
 

@@ -88,6 +88,26 @@ class Step:
         """The queries' intervals among the keys that are here; None if they see none."""
         return self.sight.at(self.keys, self.queries) if self.sight and self.blocks else None
 
+    @cached_property
+    def travels(self) -> bool:
+        """Whether this rank receives or sends keys for it."""
+        return bool(self.receive or self.send)
+
+    @cached_property
+    def shared(self) -> tuple[tuple[Ranges, tuple[int, ...]], ...]:
+        """What this rank sends, each with all ranks that receive it."""
+        sets = dict.fromkeys(self.send.values())
+        return tuple((ranges, tuple(r for r, of in self.send.items() if of == ranges)) for ranges in sets)
+
+    @cached_property
+    def returned(self) -> tuple[tuple[int, int, Ranges, Ranges], ...]:
+        """Of each rank that receives keys: how many rows of gradients it returns, their ranges, and those in the block.
+
+        The latter are joined where they touch.
+        """
+        of_rank = ((rank, sum(map(len, rows)), rows) for rank, rows in self.send.items())
+        return tuple((rank, n, places([(r,) for r in rows]), joined(rows)) for rank, n, rows in of_rank)
+
     def beside(self, own: Ranges, rank: int, shard: Shard) -> "Step":
         """The same step with some of this rank's own keys beside those that arrive, of the queries that see the latter.
 

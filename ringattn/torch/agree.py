@@ -68,12 +68,6 @@ def agree(plan: Plan, words: Words, problem: str | None = None, has: str | None 
     remember(plan, kind)
 
 
-def agree_in_backward(plan: Plan, name: str) -> None:
-    """The same for the backward pass of a call, which one rank may run twice while others go on."""
-    if watched(plan):
-        agree(plan, {"call": f"backward of {name}"})
-
-
 def refuse(problem: str, plan: Any) -> NoReturn:
     """Raise the problem on all ranks of the plan, although only some of them may have noticed it."""
     if isinstance(plan, Plan) and plan.framework == "torch" and plan.axes.here:

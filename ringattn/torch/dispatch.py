@@ -18,6 +18,8 @@ from ringattn.torch.check import TANGENT
 
 LIBRARY = torch.library.Library("ringattn", "FRAGMENT")
 
+NOTHING_TO_DISABLE = nullcontext()
+
 Run = Callable[..., Any]
 
 
@@ -53,8 +55,7 @@ def fake(name: str) -> Callable[[Run], Run]:
 
 def no_autocast(device: torch.device) -> Any:
     """A context without torch.autocast. None is entered if autocast is off: that costs as much as a kernel launch."""
-    on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING_TO_DISABLE
 
 
 class Once:

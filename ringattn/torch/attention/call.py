@@ -52,7 +52,8 @@ class Call:
         self.real = real_tokens(plan, mask.docs, device) if mask.seeing is None else real_queries(mask, device)
         self.reals = self.real, real_keys, real_keys  # which tokens of q, k and v are real
         self.padded = self.real is not None or real_keys is not None  # whether this rank must clear padding
-        self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
+        self.words: agree.Words = {}  # what the ranks compare
+        self.compared = agree.watched(plan)  # whether they compare it in every call
 
     @cached_property
     def forward(self) -> Bound:
@@ -105,7 +106,7 @@ def bind(
         key = key_of(q, k, v, its_plan, spec, docs, key_docs, sinks, (gradients, keep), return_lse)
         call = its_plan.calls.get(key)
         if call is not None and (forward_ad._current_level < 0 or not check.have_tangents(q, k, v, sinks)):
-            if call.words is not None:
+            if call.compared:
                 agree.agree(its_plan, call.words)
             return call
     except (AttributeError, TypeError, IndexError):
@@ -136,8 +137,7 @@ def make(
     if refused:
         raise refused
     call = Call(recipe, q.device, return_lse)
-    if agree.watched(plan):
-        call.words = words
+    call.words = words
     if not check.have_tangents(q, k, v, sinks):
         remember(plan.calls, key, call)
     return call

@@ -1,9 +1,9 @@
 """The ring: keys travel, queries stay, partials merge; the keys' gradients travel back to them and add up.
 
-`ringattn.steps` decides who reads what when; these two loops carry it out. The keys of the next step travel while this
-one computes. Those that go on to another host do so during a whole phase, in which a rank holds one block. In backward
-each step's gradients go to the rank that holds the block. They add up there, move on with the keys, and go home from
-the last holder.
+`ringattn.steps` decides who receives what when; these two loops carry it out. The keys of the next step travel while
+this one computes. Those that go on to another host do so during a whole phase, in which a rank holds one block. In
+backward each step's gradients go to the rank that holds the block. They add up there, move on with the keys, and return
+from the last holder.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,10 +14,10 @@ from ringattn.comms.axis import Axis, Done, Pending
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import Rows
 from ringattn.kernels.total import Total
-from ringattn.steps.rank import Step
+from ringattn.steps.rank import Step, joined
 from ringattn.steps.table import Ranges
 from ringattn.torch.attention.steps import Score
-from ringattn.torch.attention.transfers import Side, Sums, copy_own, exchange_for, on, receive, send_on
+from ringattn.torch.attention.transfers import Side, Sums, copy_local, exchange_for, on, receive, send
 
 NOTHING: Pending = Done()
 
@@ -29,82 +29,83 @@ def forward(
 
     Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work.
     """
-    held: Sequence[Tensor] = (k, v)
-    current, onward, phase, side = held, NOTHING, None, None
+    block: Sequence[Tensor] = (k, v)
+    keys, next_block, phase, side = block, NOTHING, None, None
     result = score.result(q, v, steps, start)
-    for i, (step, following) in enumerate(with_next(steps), start=2):
+    for i, (step, next_step) in enumerate(with_next(steps), start=2):
         if step.phase is not phase:
             phase = step.phase
-            onward = send_on(axis, held, phase.onward, f"keys after step {i - 1} of {len(steps)}, forward")
-        remote, trip = exchange_for(following, held)
-        beside = Side.of(following, q.device)
-        with on(side), axis.sharing(*trip, f"keys of step {i} of {len(steps)}, forward", score.kernel.fills) as coming:
-            result.add(step, *current)
-        with on(beside):
-            if beside:
-                copy_own(axis, following, held, remote)
-            coming.wait()
-        if following is not None:
-            if following.phase is not phase:
-                held = remote = onward.wait() or held
-            current, side = remote, beside
+            next_block = send(axis, block, phase.onward, f"keys after step {i - 1} of {len(steps)}, forward")
+        next_keys, exchange = exchange_for(next_step, block)
+        next_side = Side.of(next_step, q.device)
+        label = f"keys of step {i} of {len(steps)}, forward"
+        with on(side), axis.sharing(*exchange, label, score.kernel.fills) as receiving:
+            result.add(step, *keys)
+        with on(next_side):
+            if next_side:
+                copy_local(axis, next_step, block, next_keys)
+            receiving.wait()
+        if next_step is not None:
+            if next_step.phase is not phase:
+                block = next_keys = next_block.wait() or block
+            keys, side = next_keys, next_side
     if side:
         side.join()
-    return result.whole(), current
+    return result.whole(), keys
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, rows: Rows, axis: Axis, steps: Sequence[Step], score: Score, narrow: bool,
+    q: Tensor, k: Tensor, v: Tensor, rows: Rows, axis: Axis, steps: Sequence[Step], score: Score, low: bool,
     kept: Sequence[Tensor] = (),
 ) -> tuple[Total, Total, Total]:  # fmt: skip
-    """(dq, dk, dv) of this rank; `narrow`: gradients travel in the dtype of the inputs.
+    """(dq, dk, dv) of this rank; `low`: gradients travel in the low precision of the inputs.
 
-    `kept` are the keys and values that arrived in forward, if they are here since. A step's gradients of other ranks'
-    keys travel while the rest is computed.
+    `kept` are the keys and values that arrived in forward, if backward gets them. A step's gradients of remote keys
+    travel while the rest is computed.
     """
-    held: Sequence[Tensor] = (k, v)
-    phase, side, passed_on, gone_home = None, None, NOTHING, NOTHING
-    landing: Ranges = ()  # of what has gone home
-    own = sums = Sums(axis, narrow, score.kernel.fills, *held)
+    block: Sequence[Tensor] = (k, v)
+    phase, side, sums_received, returned = None, None, NOTHING, NOTHING
+    returned_rows: Ranges = ()
+    local = sums = Sums(axis, low, score.kernel.fills, *block)
     gradients = score.gradients(q, rows, steps)
-    for i, (step, following) in enumerate(with_next(steps), start=1):
+    for i, (step, next_step) in enumerate(with_next(steps), start=1):
         label = f"step {i} of {len(steps)}"
         if step.phase is not phase:
             phase = step.phase
-            onward = send_on(axis, held, phase.onward, f"keys after {label}, backward")
-            current = receive(axis, step, held, kept, f"keys of {label}, backward")
-        following = following if following is not None and following.phase is phase else None
-        remote, trip = exchange_for(following, held, kept)
-        beside = Side.of(following, q.device)
+            next_block = send(axis, block, phase.onward, f"keys after {label}, backward")
+            keys = receive(axis, step, block, kept, f"keys of {label}, backward")
+        next_step = next_step if next_step is not None and next_step.phase is phase else None
+        next_keys, exchange = exchange_for(next_step, block, kept)
+        next_side = Side.of(next_step, q.device)
         with on(side):
             if score.kernel.parted:  # gradients travelled while those of queries were computed; else they may now
                 sums.settle()
-            with axis.sharing(*trip, f"keys after {label}, backward", score.kernel.fills) as coming:
-                grads = gradients.of_keys(step, *current)
+            with axis.sharing(*exchange, f"keys after {label}, backward", score.kernel.fills) as receiving:
+                grads = gradients.of_keys(step, *keys)
             sums.add(step, grads, f"gradients of {label}")
-            gradients.of_queries(step, *current)
-        with on(beside):
-            if beside and not kept:
-                copy_own(axis, following, held, remote)
-            coming.wait()
+            gradients.of_queries(step)
+        with on(next_side):
+            if next_side and not kept:
+                copy_local(axis, next_step, block, next_keys)
+            receiving.wait()
         del grads  # frees what is used up before memory for the next step is allocated
-        if following is None:
+        if next_step is None:
             if side:
                 side.join()
             sums.settle(last=True)
-            if sums is not own:  # add those of the block's last holder, and pass them on
-                sums.add_all(passed_on.wait() or ())
-                passed_on, whole = NOTHING, sums.tensors()  # frees what arrived before memory for more is allocated
-                passed_on = send_on(axis, whole, phase.onward, f"sums after {label}, backward")
-                own.add_at(landing, gone_home.wait() or ())
-                landing = phase.home.receive if phase.home else ()
-                gone_home = send_on(axis, whole, phase.home, f"sums home after {label}, backward")
+            if sums is not local:  # add those of the block's last holder, and send them on
+                sums.add_all(sums_received.wait() or ())
+                sums_received, tensors = NOTHING, sums.tensors()  # frees what arrived before more is allocated
+                sums_received = send(axis, tensors, phase.onward, f"sums after {label}, backward")
+                local.add_at(returned_rows, returned.wait() or ())
+                returned_rows = joined(phase.home.receive) if phase.home else ()
+                returned = send(axis, tensors, phase.home, f"sums home after {label}, backward")
             if phase.onward:
-                held = remote = onward.wait() or held
-                sums = Sums(axis, narrow, score.kernel.fills, *held)
-        current, side = remote, beside
-    own.add_at(landing, gone_home.wait() or ())
-    return gradients.whole(), own.totals[0], own.totals[1]
+                block = next_keys = next_block.wait() or block
+                sums = Sums(axis, low, score.kernel.fills, *block)
+        keys, side = next_keys, next_side
+    local.add_at(returned_rows, returned.wait() or ())
+    return gradients.whole(), local.totals[0], local.totals[1]
 
 
 def with_next(steps: Sequence[Step]) -> Iterable[tuple[Step, Step | None]]:

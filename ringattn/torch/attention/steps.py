@@ -53,14 +53,13 @@ class Result:
 
     def __init__(self, score: Score, q: Tensor, value_dim: int, steps: Sequence[Step], start: Partial | None):
         self.score, self.q, self.value_dim, self.part = score, q, value_dim, start
-        self.left = sum(step.where is not None for step in steps)
+        self.last = next((step for step in reversed(steps) if step.where is not None), None)
 
     def add(self, step: Step, k: Tensor, v: Tensor) -> None:
         if step.where is None:
             return
-        self.left -= 1
-        rounded = self.part is None and self.score.kernel.rounds(step.where)
-        dtype = self.q.dtype if rounded or not self.left else None
+        rounded = step is self.last or (self.part is None and self.score.kernel.rounds(step.where))
+        dtype = self.q.dtype if rounded else None
         self.part = self.score.attend(self.q, k, v, step.where, carry=self.part, out_dtype=dtype)
 
     def whole(self) -> Partial:
@@ -89,27 +88,31 @@ class Gradients:
 
     def __init__(self, score: Score, q: Tensor, rows: Rows, steps: Sequence[Step]):
         self.score, self.q, self.rows, self.dq = score, q, rows, Total(q)
-        self.grad: Any = None
+        self.parted = score.kernel.parted
+        self.inputs: Any = None  # of the current step
+        self.grad: Tensor | None = None
 
     def of_keys(self, step: Step, k: Tensor, v: Tensor) -> Sequence[Any]:
         if step.where is None:
             return NONE[1:]
-        self.grad, *grads = self.of(step, k, v, OF_KEYS if self.score.kernel.parted else EVERY)
-        return grads
-
-    def of_queries(self, step: Step, k: Tensor, v: Tensor) -> None:
-        if self.score.kernel.parted and step.where is not None:
-            self.grad = self.of(step, k, v, OF_QUERIES)[0]
-        self.dq.add(self.grad, heads=slice(None) if step.heads is None else step.heads[0])
-        self.dq.fold()
-        self.grad = None
-
-    def of(self, step: Step, k: Tensor, v: Tensor, want: tuple[int, ...]) -> Any:
         tensors, rows = (self.q, k, v), self.rows
         if step.heads is not None:
             queries, heads = step.heads
             tensors, rows = (self.q[:, :, queries], k[:, :, heads], v[:, :, heads]), rows.heads(queries)
-        return self.score.backward(tensors, step.where, rows, want, (self.dq.running, None, None))
+        self.inputs = tensors, step.where, rows
+        self.grad, *grads = self.score.backward(
+            *self.inputs, OF_KEYS if self.parted else EVERY, (self.dq.running, None, None)
+        )
+        return grads
+
+    def of_queries(self, step: Step) -> None:
+        if step.where is None:
+            return
+        if self.parted:
+            self.grad = self.score.backward(*self.inputs, OF_QUERIES, (self.dq.running, None, None))[0]
+        self.dq.add(self.grad, heads=slice(None) if step.heads is None else step.heads[0])
+        self.dq.fold()
+        self.inputs = self.grad = None
 
     def whole(self) -> Total:
         return self.dq
@@ -128,7 +131,7 @@ class DisjointGradients:
             return NONE[1:]
         return self.kernel.backward((self.q, k, v), step.where, self.rows, self.dq)
 
-    def of_queries(self, step: Step, k: Tensor, v: Tensor) -> None:
+    def of_queries(self, step: Step) -> None:
         """They are written with those of keys."""
 
     def whole(self) -> Total:

@@ -117,8 +117,7 @@ def bind(
     call: LinearCall | None = None
     try:
         its_plan = whole_on_one(x.q, x.q) if plan is None else plan
-        kinds = tuple([None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in x])
-        key = ("linear_attention", its_plan, docs, scale, kernel, scan, gradients, check, return_state, kinds)
+        key = key_of(x, its_plan, docs, scale, kernel, scan, gradients, check, return_state)
         if forward_ad._current_level < 0 or not have_tangents(*x):
             call = its_plan.calls.get(key)
     except (AttributeError, TypeError, IndexError):
@@ -128,6 +127,22 @@ def bind(
             agree.agree(its_plan, call.words, of_numbers(x, call.real) if call.looks else None)
         return call
     return make(x, its_plan, docs, scale, kernel, scan, gradients, check, return_state, key)
+
+
+def key_of(x: Given, *others: Any) -> tuple[Any, ...]:
+    """The key of a bound call: all of its arguments except the numbers in tensors."""
+    kinds = tuple([None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in x])
+    return "linear_attention", others, kinds
+
+
+def bound(x: Given, plan: Plan, docs: Docs | None, scale: float, kernel: str, scan: str, returned: str) -> LinearCall:
+    """The call of a compiled backward pass."""
+    key = key_of(x, plan, docs, scale, kernel, scan, returned)
+    call = plan.calls.get(key)
+    if call is None:
+        call = LinearCall(x, plan, docs, scale, kernel, scan, True, returned)
+        remember(plan.calls, key, call)
+    return call
 
 
 def make(

@@ -13,7 +13,7 @@ from ringattn.plans.segments import segments, uneven
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.linear import function
-from ringattn.torch.linear.call import Given, LinearCall, bind, kept_states, of_types, problem, rows, selected
+from ringattn.torch.linear.call import Given, bind, bound, kept_states, of_types, problem, rows, selected
 
 
 def linear_op(
@@ -111,7 +111,7 @@ def backward_op(
     live = plan_of(plan, q.shape[1], q.shape[1])
     packed = docs_of(docs, live.seq_len)
     given = Given(q, k, v, g, beta, initial)
-    call = LinearCall(given, live, packed, scale, kernel, scan, True, returned)
+    call = bound(given, live, packed, scale, kernel, scan, returned)
     before, every = (x if x.numel() else None for x in (start, kept))
     grads = function.backward(call, given, before, every, dout, dend)
     dq, dk, dv, dg, dbeta, dinitial = (start.new_empty(0) if x is None else x for x in grads)
