@@ -19,8 +19,7 @@ from ringattn.plans.cost import seen_pairs
 from ringattn.plans.course import OfTable, OfWholeBlocks, sources
 from ringattn.plans.machine import Link, load
 from ringattn.plans.plan import Plan
-from ringattn.plans.sharing import on_links
-from ringattn.plans.simulation import play
+from ringattn.plans.simulation import on_links, play
 from ringattn.plans.transport import Transport
 from ringattn.steps.reads import whole_blocks
 from ringattn.steps.table import build
@@ -54,16 +53,9 @@ def test_one_slow_rank_delays_its_ring_and_not_more_than_it_is_slow():
     asked = given("h100", 32, 2**18, "ring")
     option = compared(asked)[0]
     clean, slow = played(asked, option), played(asked, option, slow="rank7:0.5")
-    assert 1.5 < slow.seconds / clean.seconds <= 2.01 and slow.working < clean.working
+    assert 1.5 < slow.seconds / clean.seconds <= 2.01
     host = played(asked, option, slow="host1:0.5")
     assert host.seconds >= 0.99 * slow.seconds
-
-
-def test_jitter_is_the_same_for_a_seed_and_costs_time():
-    asked = given("h100", 16, 2**17, "ring", "relay")
-    option = compared(asked)[0]
-    one, two, other = (played(asked, option, jitter=0.1, seed=s).seconds for s in (1, 1, 2))
-    assert one == two != other and one > played(asked, option).seconds
 
 
 def test_transfers_that_are_ready_share_a_link():
@@ -139,7 +131,7 @@ def test_sums_of_a_block_that_is_passed_on_go_with_it_and_home_from_its_last_hol
 
 def test_no_step_begins_before_its_keys_or_before_the_step_before_it():
     asked = given("internet", 8, 2**16, "ring", "relay")
-    run = played(asked, compared(asked)[0], jitter=0.3, slow="rank3:0.3", watched=range(8))
+    run = played(asked, compared(asked)[0], slow="rank3:0.3", watched=range(8))
     arrived, begun, ended = run.steps
     assert (begun >= arrived).all() and (ended >= begun).all()
     assert (begun[1:] >= ended[:-1] - 1e-12).all()
@@ -183,8 +175,6 @@ def test_calls_between_emulated_hosts_take_what_is_simulated():
     [
         (["ranks=32", "slow=rank40:0.5"], "there are 32 ranks, counted from 0"),
         (["ranks=32", "slow=node1:0.5"], "give rank7:0.8 or host2:0.5"),
-        (["ranks=32", "slow=rank1:1.2.3"], "give rank7:0.8 or host2:0.5"),
-        (["ranks=32", "jitter=10"], "must be below 10"),
         (["ranks=32", "slow=rank1:0"], "a speed above 0"),
         (["ranks=100000"], "at most 65536 are simulated"),
         (["ranks=32768", "ulysses=1"], "rings of at most 16384 ranks are simulated"),
@@ -197,16 +187,8 @@ def test_wrong_words_are_refused(argv, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_the_command_draws_the_timeline_and_says_from_what_length_far_ranks_pay(capsys, tmp_path):
-    picture = tmp_path / "timeline.svg"
-    argv = ["machine=internet", "ranks=2", "pays=true", "slow=rank0:0.8", f"picture={picture}"]
-    assert words.main(["simulate", *argv]) == 0
+def test_the_command_draws_the_timeline_and_says_what_a_slow_rank_costs(capsys):
+    assert words.main(["simulate", "machine=internet", "ranks=2", "slow=rank0:0.8"]) == 0
     printed = capsys.readouterr().out
-    assert "2 ranks pay from " in printed and "is the last" in printed and "they cost" in printed
-    assert picture.read_text().count("<rect") > 6 and "waits for keys</text>" in picture.read_text()
-    axis = float(re.findall(r"([\d.]+) ms</text>", picture.read_text())[-1])
-    assert f"simulated {axis:.4g} ms" in printed
-    last, ends = re.search(r"rank (\d) is the last", printed)[1], {}
-    for y, x, width in re.findall(r'x="([\d.]+)" y="(\d+)" height="16" width="([\d.]+)"', picture.read_text()):
-        ends[x] = max(ends.get(x, 0), float(y) + float(width))
-    assert len(ends) == 2 and max(ends, key=ends.get) == str(25 + 22 * int(last))
+    last, lines = re.search(r"rank (\d) is the last", printed)[1], re.findall(r" rank (\d) ([#.-]+)", printed)
+    assert "cost +" in printed and len(lines) == 2 and len(dict(lines)[last]) == max(len(marks) for _, marks in lines)

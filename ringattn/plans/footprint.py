@@ -95,15 +95,16 @@ class Parts:
         self.nbytes, self.summed = np.where(of, self.whole, self.nbytes), np.maximum(self.summed, of)
 
 
-def peak(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str, narrow: bool, mostly_own: bool) -> float:
-    """Bytes of the rank that holds most. `grads` is the size of gradients that travel over that of keys."""
+def peak(plan: Plan, shape: Shape, steps: Course, kernel: str, low_precision: bool, mostly_own: bool) -> float:
+    """Bytes of the rank that holds most."""
     item, groups = shape.itemsize, plan.groups_for(shape) if plan.swaps else 1
     heads, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
     shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < groups
     both, batch = shape.head_dim + shape.value_dim, shape.batch
     each = Sizes(
         batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item, batch * kv_heads * both * item,
-        batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item), grads, kv_heads >= 2, kernel, not narrow,
+        batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item),
+        1.0 if low_precision or item > 2 else 2.0, kv_heads >= 2, kernel, not low_precision,
         mostly_own,
     )  # fmt: skip
     n, keys, local = plan.tokens.shard_len, plan.keys.tokens.shard_len, plan.local_len

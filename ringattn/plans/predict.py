@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringattn.masks.bands import work_of
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank, replicas
 from ringattn.plans.course import Course, Ring, course
@@ -97,7 +98,60 @@ class Rates(NamedTuple):
         return few + min(1.0, max(0.0, share)) * (many - few)
 
 
-def arrivals(steps: Course, machine: Machine, token_bytes: Any, plan: Plan) -> np.ndarray:
+class Pass(NamedTuple):
+    """What one pass takes a rank: seconds of pairs of a query and a key, and bytes that travel."""
+
+    pair: float  # seconds
+    launch: float  # seconds of a step
+    token: float  # bytes of the keys and values of a token
+    returned: float  # bytes of the gradients that go back for each token that was read
+    summed: float  # bytes of the sums that go on with each token that is held
+    heads: tuple[float, float]  # bytes of Ulysses' exchanges, within hosts and between them
+
+    def seconds(self, pairs: Any) -> Any:
+        """Those of steps with so many pairs, if the rank computes alone."""
+        return pairs * self.pair + self.launch * (pairs > 0)
+
+
+def pass_of(
+    plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, machine: Machine, rates: Rates, back: bool
+) -> Pass:  # fmt: skip
+    """That of a plan, forward or backward, with a kernel of these rates."""
+    ulysses, queries, keys = plan.ulysses, plan.tokens, plan.keys.tokens
+    rows = shape.batch * queries.shard_len * shape.heads / ulysses
+    slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
+    seen = work_of(spec, queries.length, keys.length, docs).below(queries.length) / plan.ring / queries.shard_len
+    flops = shape.flops_a_pair * (BACKWARD if back else 1.0) / ulysses
+    token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
+    # gradients travel in float32, or as the inputs; their sums in float32
+    grads, sums = 1.0 if rates.low_precision or shape.itemsize > 2 else 2.0, max(1.0, 4 / shape.itemsize)
+    local = gcd(ulysses, machine.gpus)
+    heads = sum(exchanged_by_heads(plan, shape)) / ulysses
+    return Pass(
+        slower * flops / rates.of(back, spec, seen), machine.launch[back], token, token * grads * back,
+        token * sums * back, (heads * (local - 1), heads * (ulysses - local)),
+    )  # fmt: skip
+
+
+def exchanged_by_heads(plan: Plan, shape: Shape) -> tuple[int, int]:
+    """The bytes of a rank that Ulysses exchanges: queries and their results, keys and values."""
+    kv_heads = shape.kv_heads * replicas(shape.kv_heads, plan.ulysses)
+    return shape.q_bytes(plan.local_len), shape.kv_bytes(plan.keys.local_len, kv_heads)
+
+
+def gathered_bytes(plan: Plan, machine: Machine, token: float) -> tuple[float, float]:
+    """What a GPU receives to gather all blocks, whose tokens have so many bytes: within its host and from others.
+
+    Collectives of NCCL pass blocks on round a ring of all ranks, over the links of all GPUs. Over gloo each rank sends
+    its own to every other one.
+    """
+    local = max(1, min(machine.gpus // plan.ulysses, plan.ring))
+    far = (plan.ring - local) if machine.device == "cpu" else (plan.ring - 1) / local * (local < plan.ring)
+    block = plan.keys.tokens.shard_len * token
+    return (plan.ring - 1) * block, far * block
+
+
+def arrivals(steps: Course, machine: Machine, token_bytes: np.ndarray, plan: Plan) -> np.ndarray:
     """[reader, step]: when the keys of a step are there, if a token has so many bytes.
 
     Transfers follow each other on a link, which the GPUs of a host that send may share. A block that hops on waits for
@@ -110,11 +164,11 @@ def arrivals(steps: Course, machine: Machine, token_bytes: Any, plan: Plan) -> n
             sending = np.ones(steps.shape)
             np.maximum.at(sending, (steps.place(rows), rows.needed_at), steps.sending(rows))
         times.append(link.transfer(tokens * token_bytes, sending))
-    near_time, far_time = times
+    near, far = times
     late = np.where(steps.tokens[1] > 0, machine.between.latency, machine.inside.latency) * some
-    onward = (near_time + far_time + late)[:, steps.hops].max(0)
-    near_time[:, steps.hops], far_time[:, steps.hops], late[:, steps.hops] = 0, onward, 0
-    return (np.maximum(np.cumsum(near_time, 1), np.cumsum(far_time, 1)) + late) * some
+    onward = (near + far + late)[:, steps.hops].max(0)
+    near[:, steps.hops], far[:, steps.hops], late[:, steps.hops] = 0, onward, 0
+    return (np.maximum(np.cumsum(near, 1), np.cumsum(far, 1)) + late) * some
 
 
 def finished(steps: Course, arrival: np.ndarray, work: np.ndarray) -> float:
@@ -125,60 +179,34 @@ def finished(steps: Course, arrival: np.ndarray, work: np.ndarray) -> float:
     return float((arrival + later).max())
 
 
-def across(ring: int, local: int, machine: Machine) -> float:
-    """How many blocks a GPU receives from other hosts to gather all, with `local` of the ring's ranks on each.
-
-    Collectives of NCCL pass blocks on round a ring of all ranks, over the links of all GPUs. Over gloo each rank sends
-    its own to every other one.
-    """
-    if local == ring:
-        return 0.0
-    return float(ring - local) if machine.device == "cpu" else (ring - 1) / local
-
-
-def one_pass(
-    plan: Plan, shape: Shape, steps: Course, machine: Machine, rate: float, flops: float, token_bytes: Any, back: bool
-) -> Spent:
-    """`flops` a pair; a token of keys takes `token_bytes`, of each step perhaps its own, both ways together."""
-    gpus, ring, ulysses = machine.gpus, plan.ring, plan.ulysses
-    sending = min(gpus, ring * ulysses)
-    rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
-    slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
-    gathers = plan.strategy == "gather" and ring > 1  # all keys are there in one step
+def one_pass(plan: Plan, shape: Shape, steps: Course, machine: Machine, each: Pass, back: bool) -> Spent:
+    ranks = plan.ring * plan.ulysses
+    sending = min(machine.gpus, ranks)
+    gathers = plan.strategy == "gather" and plan.ring > 1  # all keys are there in one step
     pairs = steps.pairs.sum(1, keepdims=True) if gathers else steps.pairs
-    work = pairs * (slower * flops / ulysses / rate) + machine.launch[back] * (pairs > 0)
-    work = work * machine.crowd(ring * ulysses)
-    swap_near, swap_far, within, between, total = 0.0, 0.0, 0.0, 0.0, 0.0
+    work = each.seconds(pairs) * machine.crowd(ranks)
+    (near, far), within, between = each.heads, 0.0, 0.0
     if gathers:
-        local = max(1, min(gpus // ulysses, ring))
-        block = plan.keys.tokens.shard_len * token_bytes
-        swap_near, swap_far = (ring - 1) * block, across(ring, local, machine) * block
-        seconds = float(work.sum(1).max())
+        keys = gathered_bytes(plan, machine, each.token + each.returned)
+        near, far, seconds = near + keys[0], far + keys[1], float(work.max())
     else:
-        near, far = (tokens * token_bytes for tokens in steps.tokens)
-        seconds = finished(steps, arrivals(steps, machine, token_bytes, plan), work)
-        within, between = float(near.sum(1).max()), float(far.sum(1).max())
-    if ulysses > 1:
-        here = gcd(ulysses, gpus)
-        total = shape.q_bytes(plan.local_len)
-        total += shape.kv_bytes(plan.keys.local_len, shape.kv_heads * replicas(shape.kv_heads, ulysses))
-        swap_near += total * (here - 1) / ulysses
-        swap_far += total * (ulysses - here) / ulysses
-    swap = machine.inside.transfer(swap_near, sending) + machine.between.transfer(swap_far, sending)
-    if swap:
-        late = 2 * (machine.between.latency if swap_far else machine.inside.latency)
-        groups = plan.groups_for(shape)
-        once = kv_heads_of_a_rank(shape.kv_heads, ulysses) < groups  # keys, with the first group
-        ends = 1 - (1 - 1 / groups) * (shape.q_bytes(plan.local_len) / total if once else 1)
+        token = np.where(steps.hops, each.token + each.summed, each.token + each.returned)
+        seconds = finished(steps, arrivals(steps, machine, token, plan), work)
+        within, between = ((tokens * token).sum(1).max() for tokens in steps.tokens)
+    if swap := machine.inside.transfer(near, sending) + machine.between.transfer(far, sending):
+        late = 2 * (machine.between.latency if far else machine.inside.latency)
+        groups, (queries, keys_too) = plan.groups_for(shape), exchanged_by_heads(plan, shape)
+        shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < groups  # keys travel with the first group
+        ends = 1 - (1 - 1 / groups) * (queries / (queries + keys_too) if shared else 1)
         seconds = max(seconds + (swap + late) * ends, swap + late + seconds / groups)
         seconds += (groups - 1) * int((pairs > 0).sum(1).max()) * machine.launch[back] + machine.exchange[back]
-    within, between = within + swap_near, between + swap_far
+    within, between = within + near, between + far
     times = machine.inside.transfer(within, sending), machine.between.transfer(between, sending)
     return Spent(float(seconds), float(work.sum(1).mean()), *map(float, (*times, within, between)))
 
 
 def blocks_at_once(plan: Plan, shape: Shape, machine: Machine, back: bool = False) -> int:
-    """How many blocks a step brings, as in `Recipe`: fewer in backward, unless gradients are as narrow as keys."""
+    """How many blocks a step brings, as in `Recipe`: fewer in backward, unless gradients have the dtype of keys."""
     groups = plan.groups_for(shape) if plan.ulysses > 1 else 1
     _, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
     times = 4 if back and plan.transport.grads != "input" else 1
@@ -190,20 +218,14 @@ def predict(
     plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, machine: Machine, rates: Rates
 ) -> Cost:  # fmt: skip
     """What the plan takes on the machine, with a kernel of these rates."""
-    kv_heads = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
-    out = shape.kv_bytes(1, kv_heads)
-    grads = 1.0 if rates.low_precision or shape.itemsize > 2 else 2.0  # gradients travel in float32, or as the inputs
     ring = Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts)
-    steps, back = (course(ring, machine.gpus, blocks_at_once(plan, shape, machine, b)) for b in (False, True))
-    whole = steps.pairs.sum(1)
-    rate = [rates.of(backward, spec, whole.mean() / plan.tokens.shard_len) for backward in (False, True)]
-    forward = one_pass(plan, shape, steps, machine, rate[0], shape.flops_a_pair, out, False)
-    flops = BACKWARD * shape.flops_a_pair
-    both: Any = out * (1 + grads)
-    if plan.strategy == "ring":  # sums of a block go with it from holder to holder, in float32
-        both = np.where(back.hops, out * (1 + max(1.0, 4 / shape.itemsize)), both)
-    backward = one_pass(plan, shape, back, machine, rate[1], flops, both, True)
-    imbalance = float(whole.max() / max(whole.mean(), 1.0))
+    both = [
+        (course(ring, machine.gpus, blocks_at_once(plan, shape, machine, back)), machine,
+         pass_of(plan, shape, spec, docs, machine, rates, back), back)
+        for back in (False, True)
+    ]  # fmt: skip
+    forward, backward = (one_pass(plan, shape, *each) for each in both)
+    steps, work = both[1][0], both[1][0].pairs.sum(1)
     mostly_own = see_mostly_own(spec, docs, shape.batch, plan.tokens.shard_len)
-    count = partial(peak, plan, shape, back, grads, rates.kernel, rates.low_precision, mostly_own)
-    return Cost(forward, backward, count, bound(plan, shape, back), imbalance)
+    count = partial(peak, plan, shape, steps, rates.kernel, rates.low_precision, mostly_own)
+    return Cost(forward, backward, count, bound(plan, shape, steps), float(work.max() / max(work.mean(), 1.0)))
