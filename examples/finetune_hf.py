@@ -10,11 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-try:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-except ImportError:
-    sys.exit("transformers is not installed; pip install 'ringattn[hf]'")
 import ringattn as ra
 from ringattn import hf
 

@@ -9,12 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.trainer import PrinterCallback, Trainer, TrainingArguments
 
-try:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    from transformers.trainer import PrinterCallback, Trainer, TrainingArguments
-except ImportError:
-    sys.exit("transformers is not installed; pip install 'ringattn[hf]'")
 import ringattn as ra
 from ringattn import hf
 

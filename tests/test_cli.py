@@ -30,10 +30,6 @@ def test_without_words_every_command_is_listed():
     assert all(f"  {name} " in ended.stdout for name in words.COMMANDS)
 
 
-def test_only_public_names_are_listed():
-    assert set(dir(ra)) == {*ra.__all__} | {name for name in vars(ra) if name.startswith("__")}
-
-
 def test_its_version(capsys):
     assert words.main(["--version"]) == 0 and capsys.readouterr().out == f"ringattn {ra.__version__}\n"
 
@@ -60,26 +56,12 @@ def test_a_package_that_cannot_be_imported_is_one_sentence(error, output, capsys
     assert words.main(["plot", "rows.jsonl"]) == 2 and capsys.readouterr().err == f"ringattn plot: {output}\n"
 
 
-def test_the_installed_command_is_the_same():
-    command = Path(sys.executable).parent / "ringattn"
-    if not command.exists():
-        pytest.skip("ringattn is not installed here, a bare checkout")
-    assert start(str(command)).stdout == start(sys.executable, "-m", "ringattn").stdout
-
-
-@pytest.mark.parametrize("name", words.COMMANDS)
-def test_every_command_has_help(name, capsys):
-    assert words.main([name, "--help"]) == 0
+@pytest.mark.parametrize("name", [*words.COMMANDS, *(f"bench {suite}" for suite in bench.SUITES)])
+def test_every_command_and_benchmark_has_help(name, capsys):
+    assert words.main([*name.split(), "--help"]) == 0
     output = capsys.readouterr().out
-    assert output.startswith(f"usage: ringattn {name}")
-    assert len(output.splitlines()) > 4
-
-
-@pytest.mark.parametrize("suite", bench.SUITES)
-def test_every_benchmark_has_help(suite, capsys):
-    assert words.main(["bench", suite, "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert f"usage: ringattn bench {suite}" in printed and "  out=null " in printed and "=None" not in printed
+    assert output.startswith(f"usage: ringattn {name}") and len(output.splitlines()) > 4 and "=None" not in output
+    assert "  out=null " in output or not name.startswith("bench ")
 
 
 @pytest.mark.parametrize(
@@ -271,12 +253,6 @@ def written(path: Path, lines: list) -> str:
     return str(path)
 
 
-def test_plot_draws_lines(tmp_path):
-    pytest.importorskip("matplotlib")
-    assert words.main(["plot", written(tmp_path / "rows.jsonl", LINES)]) == 0
-    assert "<svg" in (tmp_path / "rows.svg").read_text()
-
-
 def test_plot_has_a_panel_a_direction_and_a_bar_a_line():
     pytest.importorskip("matplotlib")
     from ringattn.launch.commands import plot
@@ -288,7 +264,7 @@ def test_plot_has_a_panel_a_direction_and_a_bar_a_line():
     assert [bar.get_width() for bar in single.patches] == [2.0, 2.0]
 
 
-def test_plot_draws_a_run_as_a_line_over_its_steps(tmp_path, monkeypatch):
+def test_plot_draws_a_run_as_a_line_over_its_steps(tmp_path):
     pytest.importorskip("matplotlib")
     from ringattn.launch.commands import plot
 
@@ -297,9 +273,8 @@ def test_plot_draws_a_run_as_a_line_over_its_steps(tmp_path, monkeypatch):
     (ax,) = plot.curve(rows).axes
     assert [list(line.get_xydata().ravel()) for line in ax.lines] == [[1, 2.0, 2, 1.0], [2, 1.5]]
     assert ax.get_ylabel() == "loss, nats a token"
-    monkeypatch.setattr(plot, "curve", lambda rows, metric: drawn.append(len(rows)) or plot.panels(1, 1, 2, 2)[0])
-    drawn: list[int] = []
-    assert words.main(["plot", written(tmp_path / "metrics.jsonl", rows)]) == 0 and drawn == [4]
+    assert words.main(["plot", written(tmp_path / "metrics.jsonl", rows)]) == 0
+    assert "<svg" in (tmp_path / "metrics.svg").read_text()
 
 
 @pytest.mark.parametrize(

@@ -22,20 +22,7 @@ SERIES = ("impl", "who", "name", "way", "kernel", "strategy")
 PANELS = ("mode", "pass")
 FIGURES = ("tflops", "tokens_per_us", "tokens_per_second", "ms", "us", "peak", "peak_mib", "peak_gib", "MB", "loss")
 # Not in the name of a case: on what, and how it was measured.
-ABOUT = (
-    "commit",
-    "device",
-    "torch",
-    "triton",
-    "jax",
-    "suite",
-    "repeats",
-    "warmup",
-    "rounds",
-    "floor",
-    "note",
-    "source",
-)
+ABOUT = ("commit", "device", "torch", "triton", "jax", "suite", "repeats", "warmup", "rounds", "floor", "note")
 WORDS = {"tflops": "TFLOP/s", "ms": "milliseconds", "loss": "loss, nats a token", "peak_mib": "peak memory, MiB"}
 KINDS = {"step": "trained", "eval": "held out", "save": "saved"}  # rows of a training run
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#77aadd")
