@@ -1,17 +1,26 @@
-"""A list of cases, and where the tests run them: every feature on every strategy, layout and a few meshes."""
+"""A list of cases, and where the tests run them: every feature on every strategy, layout and a few meshes.
 
+Ranks are threads, processes or GPUs: each says what it `found` beside the oracle, and `check` looks at them all.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import ringattn as ra
+from ringattn.comms.local import run
+from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.masks.spec import AttentionSpec
 
 FULL = AttentionSpec(causal=False)
+SHARED = {f"d{name}" for name in oracle.WHOLE}  # every rank has a share of these gradients
 
 # What can be computed on any layout, strategy and mesh.
 FEATURES = (
@@ -107,7 +116,148 @@ def large_scores(given: dict[str, Tensor], size: float = 1e4) -> dict[str, Tenso
 def errors(case: Case, mesh: Any, results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     """The relative error (norm) of each local result; inf where padding leaked or an empty row is not one."""
     plan, off = case.plan_on(mesh), {}
-    for n in (n for n in results if n[0] != "d" or n[1:] not in oracle.WHOLE):
+    for n in results.keys() - SHARED:
         mine = oracle.own(plan, n, exact[n].to(results[n].device), -torch.inf if n == "lse" else 0.0)
         off[n] = oracle.error(results[n], mine, exact[n])
     return off
+
+
+def found(case: Case, mesh: Any, given: dict[str, Any], exact: dict[str, Tensor], **choices: Any) -> dict[str, Any]:
+    """A rank's errors, and its shares of the gradients of what every rank has; `choices` are further words."""
+    results = oracle.run(case, mesh, {n: x for n, x in given.items() if x is not None}, **choices)
+    return errors(case, mesh, results, exact) | {n: results[n].double().cpu().numpy() for n in results.keys() & SHARED}
+
+
+def on_threads(case: Case, given: dict[str, Any], exact: dict[str, Tensor], **choices: Any) -> list[dict[str, Any]]:
+    return run(lambda mesh: found(case, mesh, given, exact, **choices), ring=case.ring, ulysses=case.ulysses)
+
+
+def worst(ranks: list[dict[str, Any]], exact: dict[str, Tensor]) -> dict[str, float]:
+    """The largest error of any rank, and those of the sums of shares."""
+    totals = {n: torch.as_tensor(sum(mine[n] for mine in ranks)) for n in ranks[0].keys() & SHARED}
+    off = {n: max(mine[n] for mine in ranks) for n in ranks[0].keys() - SHARED}
+    return off | {n: oracle.error(total, exact[n].cpu()) for n, total in totals.items()}
+
+
+def check(ranks: list[dict[str, Any]], exact: dict[str, Tensor], limits: Any, what: Any) -> None:
+    """Hold what all ranks `found` against one limit, or a limit a result."""
+    for name, value in worst(ranks, exact).items():
+        limit = limits[name] if isinstance(limits, dict) else limits
+        each = {} if name in SHARED else {rank: mine[name] for rank, mine in enumerate(ranks) if mine[name] > limit}
+        assert value <= limit, f"{what}: {name} is off by {value:.2e} (limit {limit:.1e}) {each or ''}"
+
+
+Call = tuple[Case, dict[str, Any], dict[str, Tensor]]  # with what goes in, and what must come out
+
+
+def attention(case: Case) -> Call:
+    given = oracle.inputs(case, torch.float32)
+    return case, given, oracle.dense(case, given)
+
+
+def by_process(calls: list[Callable[[], Call]], ways: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
+    """What this process found of each call in each way."""
+    results = []
+    for (case, given, exact), way in product([make() for make in calls], ways):
+        mesh = ra.init_mesh(ring=case.ring, ulysses=case.ulysses, device_type="cpu")
+        results.append(found(case, mesh, given, exact, **way))
+    return results
+
+
+def check_processes(
+    ranks: int, calls: list[Callable[[], Call]], limit: float, *ways: dict[str, Any], through: Any = None
+) -> None:  # fmt: skip
+    """Each call in each way, further words of its plan, over processes that are started once; `through` a function."""
+    ways = ways or ({},)
+    task = (by_process, ranks) if through is None else (through, ranks, by_process)
+    results = run_processes(*task, calls, ways)
+    for i, (make, way) in enumerate(product(calls, ways)):
+        case, _, exact = make()
+        check([each[i] for each in results], exact, limit, f"{case} {way}")
+
+
+# Linear attention.
+
+B, H, K, V = 2, 2, 8, 12
+LEAVES = ("q", "k", "v", "g", "beta")
+Lengths = tuple[tuple[int, ...], ...]
+
+
+def inputs(
+    T: int, gate: str | None, dtype: torch.dtype = torch.float64, deep: float = 1.0, beta: bool = False,
+    key_heads: int = H, states: int = B,
+) -> dict[str, Any]:  # fmt: skip
+    """Random q, k, v, log decays, states and what comes back; the same on every rank. With `beta`, by the delta rule,
+    every second k has length 1 and the others are shorter, and some betas are 0, 1 and 2. If `deep` is small, states
+    are forgotten as slowly.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    shapes = {"channel": (B, T, H, K), "head": (B, T, H)}
+    q, k = (draw(B, T, key_heads, K) for _ in "qk")
+    given: dict[str, Any] = {
+        "q": q, "k": k, "v": draw(B, T, H, V),
+        "g": None if gate is None else deep * torch.nn.functional.logsigmoid(draw(*shapes[gate])),
+        "state": draw(states, H, K, V), "dout": draw(B, T, H, V), "dend": draw(states, H, K, V),
+    }  # fmt: skip
+    given["beta"] = None
+    if beta:
+        lengths, betas = (torch.rand(B, T, h, generator=generator, dtype=torch.float64) for h in (key_heads, H))
+        lengths[:, 1::2] = 1
+        given["k"] = torch.nn.functional.normalize(k, dim=-1) * lengths[..., None]
+        for t, value in enumerate((0.0, 0.5, 1.0)):
+            betas[:, t::7] = value
+        given["beta"] = 2 * min(deep, 1.0) * betas
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    in_float32 = ("state", "dend", "g", "beta")
+    return {n: x if x is None else x.to(exact if n in in_float32 else dtype) for n, x in given.items()}
+
+
+def case_of(given: dict[str, Any], lengths: Lengths | None, **placed: Any) -> Case:
+    """The call of these inputs over some ranks."""
+    g, (rows, T, key_heads, _) = given["g"], given["q"].shape
+    return Case(
+        "linear", seq_len=T, batch=rows, heads=H, kv_heads=key_heads, head_dim=K, value_dim=V,
+        lengths=lengths and [list(row) for row in lengths],
+        gate=None if g is None else "head" if g.dim() == 3 else "channel", beta=given["beta"] is not None,
+        state="document" if len(given["state"]) > rows else "row", **placed,
+    )  # fmt: skip
+
+
+@lru_cache
+def truth(T: int, gate: str | None, lengths: Lengths | None = None, *how: Any, **rule: Any) -> dict[str, Tensor]:
+    """out, the end states and every gradient, by autograd through the recurrence, for what `inputs` gives."""
+    given = inputs(T, gate, *how, **rule)
+    return oracle.dense(case_of(given, lengths), {n: x for n, x in given.items() if x is not None})
+
+
+def begins(lengths: Lengths | None, T: int) -> Tensor | None:
+    """[rows, T]: the first token of each token's document, -1 in the row's first; padding goes on with the last."""
+    if lengths is None:
+        return None
+    rows = []
+    for row in lengths:
+        of = [sum(row[:i]) if i else -1 for i, n in enumerate(row) for _ in range(n)]
+        rows.append(of + (of or [-1])[-1:] * (T - len(of)))
+    return torch.tensor(rows)
+
+
+def states_of(lengths: Lengths | None, rows: int = B) -> int:
+    """How many states there are with one a document: as many for each row."""
+    return rows * max(map(len, lengths or ((0,),)))
+
+
+def docs_of(lengths: Lengths | None, T: int) -> ra.Docs | None:
+    return None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths], pad_to=T)
+
+
+def linear(
+    place: tuple[int, int, str], gate: str | None, lengths: Lengths | None, T: int, dtype: torch.dtype = torch.float64,
+    scan: str = "auto", **rule: Any,
+) -> Call:  # fmt: skip
+    given, (ring, ulysses, layout) = inputs(T, gate, dtype, **rule), place
+    case = case_of(given, lengths, ring=ring, ulysses=ulysses, layout=layout, words={"scan": scan})
+    return case, given, truth(T, gate, lengths, dtype, **rule)

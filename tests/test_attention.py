@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -21,31 +22,20 @@ from ringattn.plans import recipe
 from ringattn.plans.transport import Transport
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.ulysses import summed
-from tests.cases import BALANCED, CASES, FEATURES, PLACES, large_scores
+from tests.cases import BALANCED, CASES, FEATURES, PLACES, large_scores, on_threads
+from tests.cases import check as check_found
 from tests.cases import errors as errors_of
 
 LIMIT = 2e-6
 
 
 def check(
-    case: Case, dtype: torch.dtype, limits: dict[str, float], size: float | None = None, **choices: object
+    case: Case, dtype: torch.dtype = torch.float32, limits: Any = LIMIT, size: float | None = None, **choices: object
 ) -> None:
     """Run the case on threads and hold every rank's every result against the limits; with scores of that `size`."""
     given = oracle.inputs(case, dtype) if size is None else large_scores(oracle.inputs(case, dtype), size)
     truth = oracle.dense(case, given)
-
-    def one_rank(mesh):
-        outputs = oracle.run(case, mesh, given, **choices)
-        return errors_of(case, mesh, outputs, truth), outputs.get("dsinks")
-
-    results = run_ranks(one_rank, ring=case.ring, ulysses=case.ulysses)
-    for rank, (errors, _) in enumerate(results):
-        for name, value in errors.items():
-            assert value <= limits[name], f"{case} rank {rank}: {name} is off by {value:.2e} (limit {limits[name]:.2e})"
-    if case.sinks:
-        total = sum(share.double() for _, share in results)
-        value = oracle.error(total, truth["dsinks"])
-        assert value <= limits["dsinks"], f"{case}: dsinks is off by {value:.2e}"
+    check_found(on_threads(case, given, truth, **choices), truth, limits, f"{case} {choices}")
 
 
 def ways(strategy: str, ulysses: bool) -> list[int]:
@@ -71,7 +61,7 @@ SOME += [case for i, case in enumerate(BALANCED) if (i + i // 2) % 2 == 0 or cas
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_equals_dense_float64(case):
-    check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT))
+    check(case)
 
 
 LARGE = AttentionSpec(scale=1.0)
@@ -88,7 +78,7 @@ LARGE_CASES = [
 @pytest.mark.parametrize("case, choices", LARGE_CASES, ids=str)
 def test_scores_of_ten_thousand_lose_no_digits(case, choices):
     """They are exact in float32, whose rounding of an lse of 1e4 changes weights by 5e-4."""
-    check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), 1e4, **choices)
+    check(case, size=1e4, **choices)
 
 
 RINGS = [
@@ -115,8 +105,7 @@ def test_heads_at_home_may_take_turns(case, choice, monkeypatch):
     monkeypatch.setattr(recipe, "LONG", 0)
     backward = ring.backward
     monkeypatch.setattr(ring, "backward", lambda *given: firsts.append(given[5][0]) or backward(*given))
-    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    check(case, torch.float32, dict.fromkeys(names, LIMIT), kernel=choice[0], together=choice[1])
+    check(case, kernel=choice[0], together=choice[1])
     assert any(first.heads for first in firsts) or case.ulysses > 1 or case.kv_heads == 1
 
 
@@ -125,7 +114,7 @@ WAYS = [{"route": "relay"}, {"together": 2}, {"together": 7}, {"route": "levels"
 
 @pytest.mark.parametrize("case, choices", a_third(WAYS))
 def test_other_ways_to_bring_keys_equal_it_too(case, choices):
-    check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
+    check(case, **choices)
 
 
 IN_GROUPS = [

@@ -15,7 +15,7 @@ import ringattn.jax as rj  # noqa: E402
 from ringattn.kernels.linear import jax_chunkwise  # noqa: E402
 from ringattn.launch.verify.oracle import error  # noqa: E402
 from ringattn.layouts.layout import BLOCKS, MAKERS, block  # noqa: E402
-from tests.linear_oracle import LEAVES, docs_of, inputs, states_of, truth  # noqa: E402
+from tests.cases import LEAVES, docs_of, inputs, states_of, truth  # noqa: E402
 
 T = 61  # a prime: no number of devices divides it
 LONG = 4 * 2 * 70 - 3  # segments of more than one chunk

@@ -11,7 +11,7 @@ from ringattn.kernels.linear import chunkwise
 from ringattn.kernels.linear.maps import Inputs, Map
 from ringattn.kernels.linear.recurrent import prepared, recurrent
 from ringattn.launch.verify.oracle import error
-from tests.linear_oracle import LEAVES, K, begins, inputs, truth
+from tests.cases import LEAVES, K, begins, inputs, truth
 
 T = 153  # two whole chunks and a part
 PACKED = ((30, 20, 100, 3), (64, 64, 25))  # borders inside chunks and at their edges

@@ -10,8 +10,7 @@ import ringattn as ra
 from ringattn.launch.processes import run
 from ringattn.plans.segments import WAYS
 from ringattn.torch.linear import call as linear
-from tests.linear_errors import errors, worst
-from tests.linear_oracle import inputs, truth
+from tests.cases import case_of, check, found, inputs, truth
 from tests.test_gpu import backend_for
 
 pytestmark = pytest.mark.gpu
@@ -26,19 +25,17 @@ PLACES = {
 
 
 def over_gpus(ranks: int, truths: dict[Any, dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Each case's name: its gate and documents, this rank's errors, and its share of the start state's gradient."""
+    """Each case's name: its gate and documents, and what this rank found."""
     results = {}
     for ring, ulysses, layout in PLACES[ranks]:
         mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cuda")
         for gate, lengths in ASKED:
             given = {n: x if x is None else x.cuda() for n, x in inputs(T, gate, torch.float32).items()}
-            expected = {n: x.cuda() for n, x in truths[gate, lengths].items()}
             for scan, kernel, linear.MAX_KEPT_SHARE in product(WAYS, ("chunkwise", "triton"), (0.5, 0.0)):
-                how = {"layout": layout, "scan": scan, "kernel": kernel}
-                error, share = errors(mesh, given, expected, lengths, **how)
-                how_kept = "walked again" if linear.MAX_KEPT_SHARE == 0.0 else "kept"
-                name = f"{ring}x{ulysses} {layout} {gate} {scan} {kernel} {how_kept}"
-                results[name] = (gate, lengths), error, share.cpu().numpy()
+                case = case_of(given, lengths, ring=ring, ulysses=ulysses, layout=layout, words={"scan": scan})
+                kept = "walked again" if linear.MAX_KEPT_SHARE == 0.0 else "kept"
+                name = f"{ring}x{ulysses} {layout} {gate} {scan} {kernel} {kept}"
+                results[name] = (gate, lengths), found(case, mesh, given, truths[gate, lengths], kernel=kernel)
     return results
 
 
@@ -47,7 +44,5 @@ def test_equals_the_recurrence(ranks):
     backend = backend_for(ranks, "auto")
     truths = {asked: truth(T, *asked, torch.float32) for asked in ASKED}
     results = run(over_gpus, ranks, ranks, truths, backend=backend, timeout=300.0)
-    for name, (asked, *_) in results[0].items():
-        of_case = [(each[name][1], torch.from_numpy(each[name][2])) for each in results]
-        for what, value in worst(of_case, truths[asked]).items():
-            assert value <= 2e-6, f"{name}: {what} is off by {value:.2e}"
+    for name, (asked, _) in results[0].items():
+        check([each[name][1] for each in results], truths[asked], 2e-6, name)

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,8 +25,9 @@ from ringattn.plans.plan import Plan
 from ringattn.plans.segments import WAYS, choose, layouts, order, segments
 from ringattn.torch.linear import call as linear
 from ringattn.torch.linear.states import Passage
-from tests.linear_errors import errors, worst
-from tests.linear_oracle import B, H, K, V, docs_of, inputs, truth
+from tests.cases import B, H, K, V, check_processes, docs_of, inputs, on_threads, worst
+from tests.cases import check as check_found
+from tests.cases import linear as linear_call
 
 T = 61  # a prime: no number of ranks divides it
 LONG = 8 * 2 * 70 - 3  # segments of more than one chunk on eight ranks
@@ -35,21 +37,17 @@ MESHES = [(r, 1, layout) for r in (2, 3, 4, 7) for layout in ("contiguous", "zig
 MESHES += [(1, 4, "contiguous"), (2, 2, "contiguous"), (2, 2, "zigzag"), (2, 3, "zigzag"), (2, 4, "zigzag")]
 
 
-def check(ring, ulysses, layout, gate, lengths, scan="auto", T=T, dtype=torch.float64, limit=1e-10, **rule):
-    given, expected = inputs(T, gate, dtype, **rule), truth(T, gate, lengths, dtype, **rule)
-    results = run(
-        lambda mesh: errors(mesh, given, expected, lengths, layout=layout, scan=scan), ring=ring, ulysses=ulysses
-    )
-    for name, value in worst(results, expected).items():
-        assert value <= limit, f"{name} is off by {value:.2e}: {[e.get(name) for e, _ in results]}"
+def check(*asked, T=T, limit=1e-10, **how):
+    case, given, exact = linear_call(*asked, T, **how)
+    check_found(on_threads(case, given, exact), exact, limit, f"{case} {how}")
 
 
 @pytest.mark.parametrize("scan", WAYS)
 @pytest.mark.parametrize(("ring", "ulysses", "layout"), MESHES)
 def test_equals_the_recurrence(ring, ulysses, layout, scan):
-    check(ring, ulysses, layout, "channel", None, scan)
-    check(ring, ulysses, layout, "head", PACKED, scan)
-    check(ring, ulysses, layout, "head", PACKED, scan, beta=True, key_heads=1)
+    check((ring, ulysses, layout), "channel", None, scan=scan)
+    check((ring, ulysses, layout), "head", PACKED, scan=scan)
+    check((ring, ulysses, layout), "head", PACKED, scan=scan, beta=True, key_heads=1)
 
 
 NEW = {
@@ -70,10 +68,10 @@ def test_how_states_go_follows_from_the_ranges_of_a_layout(name, monkeypatch):
         ways = layouts(ring, ulysses)[name]
         assert ways == (WAYS if name == "in_turn" else ("gather",))
         for scan in ("auto", *ways):
-            check(ring, ulysses, name, "head", PACKED, scan)
+            check((ring, ulysses, name), "head", PACKED, scan=scan)
         for scan in {*WAYS} - {*ways}:
             with pytest.raises(ValueError, match=f"scan='{scan}' .* ranks in another order: use scan='gather'"):
-                check(ring, ulysses, name, "head", PACKED, scan)
+                check((ring, ulysses, name), "head", PACKED, scan=scan)
 
 
 @pytest.mark.parametrize(
@@ -85,68 +83,48 @@ def test_how_states_go_follows_from_the_ranges_of_a_layout(name, monkeypatch):
 )
 @pytest.mark.parametrize("gate", ["channel", "head", None])
 def test_every_gate_with_every_packing(ring, ulysses, layout, gate, lengths):
-    check(ring, ulysses, layout, gate, lengths)
-    check(ring, ulysses, layout, gate, lengths, dtype=torch.float32, limit=2e-6, beta=True)
+    check((ring, ulysses, layout), gate, lengths)
+    check((ring, ulysses, layout), gate, lengths, dtype=torch.float32, limit=2e-6, beta=True)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
 def test_segments_of_several_chunks(layout):
     lengths = ((300, 500, LONG - 800), (64, LONG - 100))
-    check(8, 1, layout, "channel", lengths, T=LONG)
-    check(8, 1, layout, "channel", lengths, T=LONG, dtype=torch.float32, limit=2e-6)
-    check(8, 1, layout, "channel", None, T=LONG, dtype=torch.float32, limit=2e-6, beta=True, key_heads=1)
+    check((8, 1, layout), "channel", lengths, T=LONG)
+    check((8, 1, layout), "channel", lengths, T=LONG, dtype=torch.float32, limit=2e-6)
+    check((8, 1, layout), "channel", None, T=LONG, dtype=torch.float32, limit=2e-6, beta=True, key_heads=1)
 
 
 def test_fewer_tokens_than_ranks():
     for layout in ("contiguous", "zigzag", "balanced"):
-        check(4, 1, layout, "channel", None, T=3)
-
-
-def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
-    results = []
-    for ring, ulysses, layout, gate, lengths, scan in cases:
-        mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
-        expected = truth(T, gate, lengths)
-        choices = {"layout": layout, "scan": scan}
-        off, share = errors(mesh, inputs(T, gate), expected, lengths, **choices)
-        results.append((off, share.numpy()))
-    return results
+        check((4, 1, layout), "channel", None, T=3)
 
 
 @pytest.mark.parametrize(
     ("ranks", "meshes"), [(2, [(2, 1), (1, 2)]), (4, [(4, 1), (2, 2)])], ids=["2 ranks", "4 ranks"]
 )
 def test_equals_the_recurrence_over_gloo(ranks, meshes):
-    cases = [
-        (ring, ulysses, "zigzag" if ring > 1 else "contiguous", "channel", lengths, scan)
-        for ring, ulysses in meshes
-        for lengths in (None, PACKED)
-        for scan in WAYS
+    places = [(ring, ulysses, "zigzag" if ring > 1 else "contiguous") for ring, ulysses in meshes]
+    calls = [
+        partial(linear_call, place, "channel", lengths, T, scan=scan)
+        for place, lengths, scan in product(places, (None, PACKED), WAYS)
     ]
-    results = run_processes(over_gloo, ranks, cases)
-    for i, case in enumerate(cases):
-        results_of_all = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
-        for name, value in worst(results_of_all, truth(T, case[3], case[4])).items():
-            assert value <= 1e-10, f"{case}: {name} is off by {value:.2e}"
+    check_processes(ranks, calls, 1e-10)
 
 
 @pytest.mark.slow
 def test_the_gpu_kernels_over_ranks():
     """In the interpreter where there is no GPU."""
     pytest.importorskip("triton")
-    given, expected = inputs(T, "channel", torch.float32), truth(T, "channel", PACKED, torch.float32)
-    how = {"layout": "zigzag", "kernel": "triton"}
-    results = run(lambda mesh: errors(mesh, given, expected, PACKED, **how), ring=2)
-    for name, value in worst(results, expected).items():
-        assert value <= 2e-6, f"{name} is off by {value:.2e}"
+    case, given, exact = linear_call((2, 1, "zigzag"), "channel", PACKED, T, torch.float32)
+    check_found(on_threads(case, given, exact, kernel="triton"), exact, 2e-6, case)
 
 
 def test_bfloat16_is_within_twice_the_error_of_one_device():
-    given, expected = inputs(T, "channel", torch.bfloat16), truth(T, "channel", None, torch.bfloat16)
-    single = worst(run(lambda mesh: errors(mesh, given, expected, None), ring=1), expected)
-    over = worst(run(lambda mesh: errors(mesh, given, expected, None, layout="zigzag"), ring=4), expected)
-    for name in single:
-        assert over[name] <= 2 * single[name] + 1e-6, f"{name}: {over[name]:.1e} over ranks, {single[name]:.1e} alone"
+    places = (1, 1, "auto"), (4, 1, "zigzag")
+    single, over = (linear_call(place, "channel", None, T, torch.bfloat16) for place in places)
+    limits = {name: 2 * error + 1e-6 for name, error in worst(on_threads(*single), single[2]).items()}
+    check_found(on_threads(*over), over[2], limits, over[0])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

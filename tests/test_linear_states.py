@@ -1,5 +1,6 @@
 """One state a document: packed documents begin with their own states, and return what is behind each, over ranks."""
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,11 +14,10 @@ from torch import Tensor
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.launch.processes import run as run_processes
 from ringattn.plans.segments import WAYS
 from ringattn.torch.linear.documents import TOKENS_PER_LEVEL, row_length
-from tests.linear_errors import errors, worst
-from tests.linear_oracle import LEAVES, B, docs_of, inputs, states_of, truth
+from tests.cases import LEAVES, B, check_processes, docs_of, inputs, linear, on_threads, states_of
+from tests.cases import check as check_found
 
 T = 61  # a prime: no number of ranks divides it
 LONG = 557  # fragments of several chunks, which are cut into several rows
@@ -37,14 +37,8 @@ RULES = ({}, {"beta": True, "key_heads": 1})
 
 
 def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, scan="auto", **rule):
-    ring, ulysses, layout = place
-    rule["states"] = states_of(lengths)
-    given, expected = inputs(T, gate, dtype, **rule), truth(T, gate, lengths, dtype, **rule)
-    results = run(
-        lambda mesh: errors(mesh, given, expected, lengths, layout=layout, scan=scan), ring=ring, ulysses=ulysses
-    )
-    for name, value in worst(results, expected).items():
-        assert value <= limit, f"{name} is off by {value:.2e} on {place}: {[e.get(name) for e, _ in results]}"
+    case, given, exact = linear(place, gate, lengths, T, dtype, scan, states=states_of(lengths), **rule)
+    check_found(on_threads(case, given, exact), exact, limit, f"{case} {rule}")
 
 
 @pytest.mark.parametrize("place", [*PLACES, *BALANCED], ids=str)
@@ -87,28 +81,14 @@ def test_a_state_travels_only_where_a_document_goes_on_on_another_rank(lengths):
     assert list(sent) == expected and any(sent) == (lengths != [16] * 8)
 
 
-def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
-    results = []
-    for ring, ulysses, lengths, scan, rule in cases:
-        mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
-        expected, given = truth(T, "channel", lengths, **rule), inputs(T, "channel", **rule)
-        off, share = errors(mesh, given, expected, lengths, scan=scan)
-        results.append((off, share.numpy()))
-    return results
-
-
 @pytest.mark.slow
 def test_every_document_goes_on_from_its_own_state_over_gloo():
-    cases = [
-        (ring, ulysses, lengths, scan, {"beta": beta, "states": states_of(lengths)})
-        for ring, ulysses, scan in ((4, 1, "ring"), (2, 2, "gather"), (1, 4, "auto"))
+    calls = [
+        partial(linear, (*sizes, "auto"), "channel", lengths, T, scan=scan, beta=beta, states=states_of(lengths))
+        for *sizes, scan in ((4, 1, "ring"), (2, 2, "gather"), (1, 4, "auto"))
         for lengths, beta in ((PACKED, False), (LENGTHS["nearly_all_padding"], True))
     ]
-    results = run_processes(over_gloo, 4, cases)
-    for i, (*case, lengths, _, rule) in enumerate(cases):
-        results_of_all = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
-        for name, value in worst(results_of_all, truth(T, "channel", lengths, **rule)).items():
-            assert value <= 1e-10, f"{case}: {name} is off by {value:.2e}"
+    check_processes(4, calls, 1e-10)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -257,8 +237,5 @@ def test_ranks_that_ask_for_other_states_are_named():
 def test_the_gpu_kernels_serve_documents_with_states(lengths, rule):
     """In the interpreter where there is no GPU: they get rows without documents."""
     pytest.importorskip("triton")
-    T, rule = sum(lengths[0]), {**rule, "states": 6}
-    given, expected = inputs(T, "head", torch.float32, **rule), truth(T, "head", lengths, torch.float32, **rule)
-    result = run(lambda mesh: errors(mesh, given, expected, lengths, kernel="triton"), ring=1)
-    for name, value in worst(result, expected).items():
-        assert value <= 2e-6, f"{name} is off by {value:.2e}"
+    case, given, exact = linear((1, 1, "auto"), "head", lengths, sum(lengths[0]), torch.float32, states=6, **rule)
+    check_found(on_threads(case, given, exact, kernel="triton"), exact, 2e-6, case)

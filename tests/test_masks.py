@@ -2,14 +2,14 @@
 
 import pickle
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from sys import setprofile
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
@@ -118,6 +118,7 @@ def check_counted(plan: Plan, spec: AttentionSpec, docs: Any, words: np.ndarray)
 
 
 @settings(max_examples=60)
+@example(Case("slices", seq_len=24, batch=1, slices=[((0, 10), (0, 10), "causal"), ((0, 20), (10, 20), "full")]))
 @given(sliced())
 def test_slices_mask_by_their_kinds_within_the_window_and_overlapping_ones_are_refused(case):
     every = replace(case, spec=AttentionSpec())
@@ -131,6 +132,12 @@ def test_slices_mask_by_their_kinds_within_the_window_and_overlapping_ones_are_r
     for layout in ("zigzag", "striped", "balanced"):
         dealt = {"docs": case.mask} if layout == "balanced" else {}
         check_counted(Plan(24, 3, layout=layout, **dealt), case.spec, case.mask, words)
+
+
+def test_families_are_rectangles_if_each_is():
+    few, many = Intervals(None, None, rectangles=()), Intervals(None, None)
+    for first, other in product((few, many), repeat=2):
+        assert first._replace(also=(other,)).are_rectangles == (first is other is few)
 
 
 def test_families_are_hardly_more_than_the_intervals_of_a_query():

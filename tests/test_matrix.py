@@ -10,16 +10,6 @@ COMPILED = [cell for cell in CELLS if cell.recomputing in ("compile", "both")]
 FEW = COMPILED[:8]  # in which each choice of the other axes is compiled; the rest takes as long again
 
 
-def test_cells_cover_every_pair_of_choices():
-    met = {(a, b) for cell in matrix.covering() for a in cell for b in cell if a != b}
-    for axis in range(len(matrix.AXES)):
-        for other in matrix.AXES[axis + 1 :]:
-            for a in matrix.AXES[axis]:
-                for b in other:
-                    cells = [c for c in matrix.product(*matrix.AXES) if {a, b} <= {*c} and not matrix.impossible(c)]
-                    assert bool(cells) == ((a, b) in met), (a, b)
-
-
 @pytest.mark.slow
 def test_cells_and_a_few_compiled_ones_equal_one_rank():
     choices = {choice for cell in CELLS for choice in cell} - {"kept", "checkpointing"}

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,13 +11,10 @@ import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.launch.processes import RankError, run
-from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
-from tests.cases import FEATURES, FEW
-from tests.cases import errors as errors_of
+from tests.cases import FEATURES, FEW, attention, check_processes
 from tests.launched import as_users_have_it
 
-LIMIT = 2e-6
 KINDS = {c.name: c for c in FEATURES}
 GROUPS = {
     2: [
@@ -35,64 +33,29 @@ GROUPS = {
 }
 
 
-def worst_errors(cases: list[Case], device: str = "cpu", **choices: Any) -> list[dict[str, float]]:
-    """Every case on this process group: this rank's errors. `choices` are further words for the plan."""
-    results = []
-    for case in cases:
-        mesh = ra.init_mesh(ring=case.ring, ulysses=case.ulysses, device_type=device)
-        given = {n: x.to(device) for n, x in oracle.inputs(case, torch.float32).items()}
-        truth = oracle.dense(case, oracle.inputs(case, torch.float32))
-        got = oracle.run(case, mesh, given, **choices)
-        errors = errors_of(case, mesh, got, truth)
-        if case.sinks:
-            total = got["dsinks"].double()
-            dist.all_reduce(total)
-            errors["dsinks"] = oracle.error(total, truth["dsinks"].to(device), float(truth["dsinks"].norm()))
-        results.append(errors)
-    return results
+def check(ranks: int, cases: list[Case], *ways: dict[str, Any], through: Any = None) -> None:
+    check_processes(ranks, [partial(attention, case) for case in cases], 2e-6, *ways, through=through)
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_equals_dense_float64(ranks):
-    check(run(worst_errors, ranks, GROUPS[ranks]), GROUPS[ranks])
+    check(ranks, GROUPS[ranks])
 
 
 def test_equals_dense_float64_over_the_groups_that_users_have():
-    check(run(as_users_have_it, 4, worst_errors, GROUPS[4]), GROUPS[4])
-
-
-def check(results: list[list[dict[str, float]]], cases: list[Case]) -> None:
-    for rank, mine in enumerate(results):
-        for case, errors in zip(cases, mine, strict=True):
-            assert max(errors.values()) <= LIMIT, f"{case} rank {rank}: {errors}"
-
-
-def other_ways(cases: list[Case]) -> list[dict[str, float]]:
-    ways = (
-        {"route": "direct", "together": 3},
-        {"route": "levels", "hosts": 2},
-    )
-    return [errors for way in ways for errors in worst_errors(cases, **way)]
+    check(4, GROUPS[4], through=as_users_have_it)
 
 
 def test_other_ways_to_bring_keys_equal_it_too():
     cases = [c for c in FEW if c.ring == 4 and c.strategy == "ring"]
     assert len(cases) > 2
-    for rank, results in enumerate(run(other_ways, 4, cases)):
-        for i, errors in enumerate(results):
-            assert max(errors.values()) <= LIMIT, f"{cases[i % len(cases)]} rank {rank}: {errors}"
+    check(4, cases, {"route": "direct", "together": 3}, {"route": "levels", "hosts": 2})
 
 
 def test_heads_in_groups_equal_it_too():
     cases = [replace(KINDS["all_at_once"], ring=2, ulysses=2, strategy=strategy) for strategy in ("ring", "gather")]
     cases += [replace(KINDS["all_at_once"], ring=1, ulysses=4, strategy="ulysses")]  # they share a rank's only key head
-    for rank, results in enumerate(run(in_two_groups, 4, cases)):
-        for case, errors in zip(cases, results, strict=True):
-            assert max(errors.values()) <= LIMIT, f"{case} rank {rank}: {errors}"
-
-
-def in_two_groups(cases: list[Case]) -> list[dict[str, float]]:
-    return worst_errors(cases, groups=2)
+    check(4, cases, {"groups": 2})
 
 
 def one_rank_has_a_longer_q() -> None:

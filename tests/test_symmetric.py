@@ -233,10 +233,11 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
             at += size + 32
     lanes.copy_all(lane, copies, False)
     assert torch.equal(to, expected) and not driven
-    odd = [copy._replace(size=copy.size + 8) for copy in copies[:3]]
+    fields = (field for field in Copy._fields if field != "rows")
+    driver = [([c._replace(**{field: getattr(c, field) + 8}) for c in copies[:3]], False) for field in fields]
     large = [copy._replace(size=2**23) for copy in copies[:3]]
     few, within = [copies[0]._replace(rows=1)], lane == OUT
-    for others, fills in [(few, within), (odd, False), (large, within), *[(copies, True)] * (not within)]:
+    for others, fills in [*driver, (few, within), (large, within), *[(copies, True)] * (not within)]:
         lanes.copy_all(lane, others, fills)
         assert driven == others
         driven.clear()
