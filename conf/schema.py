@@ -134,9 +134,6 @@ class Train:
     log_every: int | None = option(None, "log every N steps; null: every step, but without a terminal print 50 lines")
     reference: bool = option(True, "also train on one rank, and measure memory at shorter sequences, for the picture")
     picture: bool = option(True, "draw the loss and the memory at the end, where matplotlib is installed")
-    profile: bool = option(False, "a profiler trace of steps 2 to 4")
-    tensorboard: bool = option(False, "also write TensorBoard events")
-    wandb: str | None = option(None, "also log to this Weights & Biases project")
     machine: str | None = option(
         None, "with dry_run: the machine, by a name (h100, h200, ...) or its description's file"
     )

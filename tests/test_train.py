@@ -17,7 +17,7 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import run as run_ranks
 from ringattn.conf.schema import Cluster, Data, Model, Strategy, Train
-from ringattn.launch.train import data, dry, estimate, metrics, model, parallelize, report, torchrun
+from ringattn.launch.train import configured, data, dry, estimate, model, parallelize, report, torchrun
 from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
 from ringattn.launch.train.estimate import step_flops
@@ -96,7 +96,6 @@ def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path
 def test_a_deep_model_learns_from_its_first_steps(tmp_path):
     """As many blocks as the experiment for GPUs, narrow, at its schedule: the rate grows as the width shrinks."""
     pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
-    from ringattn.launch.train import configured
 
     configs = []
     configured.run(["experiment=h200_long", "model.layers=28"], lambda config: configs.append(config) or 0)
@@ -183,24 +182,6 @@ def test_a_step_counts_its_documents(tmp_path):
         assert step_flops(job, 3) == pytest.approx(sum(estimate.train_flops(TINY.model, x) for x in expected))
 
 
-def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
-    """A stand-in for W&B, which need not be installed; the real one was tried by hand."""
-    seen = []
-    logged = SimpleNamespace(log=lambda row, step: seen.append((step, row)), finish=lambda: seen.append("end"))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **about: seen.append(about) or logged))
-    log = metrics.Log(tmp_path, dataclasses.replace(TINY, wandb="project"))
-    log.write({"kind": "memory", "step": -8, "seq_len": 12, "memory_mib": 1.0})
-    log.write({"kind": "step", "step": 1, "loss": 3.0})
-    log.write({"kind": "eval", "step": 1, "loss": 2.0})
-    log.close()
-    about, *rows = seen
-    assert (about["project"], about["name"], about["config"]["seq_len"]) == ("project", tmp_path.name, 96)
-    metrics.Log(tmp_path, dataclasses.replace(TINY, wandb="project")).close()  # resumed
-    assert about["id"] == seen[-2]["id"] and seen[-2]["resume"] == "allow"
-    assert rows == [(1, {"step/loss": 3.0}), (1, {"eval/loss": 2.0}), "end"]
-    assert [r["kind"] for r in metrics.read(tmp_path / "metrics.jsonl")] == ["memory", "eval", "step"]
-
-
 def test_packed_documents_are_as_if_each_were_alone(tmp_path):
     import torch
 
@@ -278,11 +259,9 @@ def test_bad_input_is_one_sentence_and_status_2(change, message, tmp_path, capsy
         ({"data": Data(path="/nowhere")}, "data.path=/nowhere does not exist"),
         ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),
         ({"resume": "nowhere"}, "nowhere cannot be read"),
-        ({"wandb": "project"}, "wandb is not installed; pip install wandb, or leave it out"),
     ],
 )
 def test_what_needs_no_rank_is_refused_before_one_is_started(change, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(torchrun, "local", lambda *args, **more: pytest.fail("ranks were started"))
     assert train.here(dataclasses.replace(TINY, nproc=2, folder=str(tmp_path), **change)) == 2
     error = capsys.readouterr().err
@@ -320,7 +299,7 @@ def test_an_elastic_run_fits_any_number_of_ranks_or_is_refused_before_it_begins(
     asked = Train(nproc=4, device="cpu", strategy=Strategy(ulysses=4), cluster=Cluster(kind="ray", at_least=1))
     have = {"CPU": 4.0}
     config, _ = on_ray.sized(asked, have)
-    split = {ranks: train.resolved(on_ray.fitted(config, ranks), ranks).strategy for ranks in (1, 2, 3, 4)}
+    split = {ranks: configured.resolved(on_ray.fitted(config, ranks), ranks).strategy for ranks in (1, 2, 3, 4)}
     assert {r: (s.ring, s.ulysses) for r, s in split.items()} == {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (1, 4)}
     for wrong in (Strategy(data=2), Strategy(ring=1, ulysses=None, keys="ulysses"), Strategy(ring=2)):
         with pytest.raises(ValueError, match="needs a strategy for any number of ranks"):
@@ -352,6 +331,6 @@ def test_a_dry_run_foresees_the_time_of_a_step_that_was_measured(row):
     config = Train(model=m, precision="bfloat16", seq_len=row["tokens"], device="cuda", nproc=row["ranks"],
                    strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]))  # fmt: skip
     flops = estimate.train_flops(m, [row["tokens"]])
-    config = train.resolved(dataclasses.replace(config, dry_run=True), row["ranks"])
+    config = configured.resolved(dataclasses.replace(config, dry_run=True), row["ranks"])
     result = dry.step_seconds(config, parallelize.plan_of(config), dry.machine_of(config), flops)
     assert result == pytest.approx(row["step_s"], rel=0.2)

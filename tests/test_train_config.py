@@ -160,7 +160,7 @@ def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
 
 def test_as_many_ranks_start_as_the_strategy_says():
     def ranks(**message):
-        return train.resolved(Train(device="cpu", strategy=Strategy(**message)), None).nproc
+        return configured.resolved(Train(device="cpu", strategy=Strategy(**message)), None).nproc
 
     assert [ranks(), ranks(ulysses=3), ranks(ring=1, ulysses=3), ranks(ring=1)] == [2, 6, 3, 1]
     assert [ranks(ring=1, ulysses=None), ranks(data=3, ulysses=None)] == [2, 6]
@@ -170,7 +170,7 @@ def test_as_many_ranks_start_as_the_strategy_says():
     ("words", "size"), [((), 2), (("nproc=4",), 4), (("nproc=4", "strategy.data=2"), 2), (("strategy.ulysses=4",), 4)]
 )
 def test_ulysses_takes_all_ranks(words, size):
-    strategy = train.resolved(composed("strategy=ulysses", "device=cpu", *words), None).strategy
+    strategy = configured.resolved(composed("strategy=ulysses", "device=cpu", *words), None).strategy
     assert (strategy.keys, strategy.ring, strategy.ulysses) == ("ulysses", 1, size)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from ringattn.conf.schema import Data, Model, Optimizer, Strategy, Train
-from ringattn.launch.train import checkpoint, metrics, torchrun
-from ringattn.launch.train import start as train
+from ringattn.launch.train import checkpoint, configured, metrics, torchrun
 from ringattn.launch.train.trainer import work
 
 SOURCES = str(Path(json.__file__).parent)
@@ -29,7 +28,7 @@ TINY = Train(
 
 def over(ranks: int, jobs: dict[str, Train], folder: Path) -> dict[str, list[float]]:
     """The losses of each job, one after the other on the same ranks."""
-    configs = {name: train.resolved(config, ranks) for name, config in jobs.items()}
+    configs = {name: configured.resolved(config, ranks) for name, config in jobs.items()}
     torchrun.local(several, ranks, "cpu", configs, str(folder))
     return {name: losses(folder / name) for name in jobs}
 

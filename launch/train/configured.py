@@ -1,15 +1,20 @@
 """Run a command whose words make a configuration, such as `ringattn train`, or print one sentence on why not."""
 
+import dataclasses
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 
+import torch
+
 from ringattn.conf import schema
 from ringattn.conf.schema import Train
 from ringattn.launch.processes import WRONG_INPUT, sentence
 from ringattn.launch.train import torchrun
+from ringattn.launch.train.report import plural
 
 USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
 
@@ -69,3 +74,29 @@ def complain(problem: str, status: int = WRONG_INPUT) -> int:
         problem = f"rank {rank}: {problem}"
     print(f"ringattn train: {problem}", file=sys.stderr, flush=True)
     return status
+
+
+def resolved(config: Train, ranks: int | None) -> Train:
+    """The configuration with every `auto` decided that can be before there are ranks: `nproc` and `device` too."""
+    gpus = torch.cuda.device_count()
+    device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
+    if device == "cuda" and not gpus and not config.dry_run:
+        raise ValueError("device=cuda, and torch sees no GPU here; use device=cpu, or dry_run=true to look first")
+    s = config.strategy
+    if s.ulysses is None:
+        s = dataclasses.replace(s, ring=s.ring or 1)
+    fixed, filled = s.data * (s.ring or 1) * (s.ulysses or 1), s.ring is None or s.ulysses is None
+    if ranks is None:
+        there = gpus if device == "cuda" else 0
+        ranks = config.nproc or there or (math.lcm(2, fixed) if filled else fixed)
+        if device == "cuda" and ranks > gpus and not config.dry_run:
+            raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
+    if ranks % fixed if filled else fixed != ranks:
+        raise ValueError(
+            f"strategy.data={s.data} x ring={s.ring} x ulysses={s.ulysses} does not make {plural(ranks)}; "
+            f"change these, or start {'a multiple of ' * filled}{fixed}"
+        )
+    rest = ranks // fixed
+    precision = ("bfloat16" if device == "cuda" else "float32") if config.precision == "auto" else config.precision
+    strategy = dataclasses.replace(s, ring=s.ring or rest, ulysses=s.ulysses or rest)
+    return dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks)

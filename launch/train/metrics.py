@@ -1,23 +1,18 @@
-"""The figures of a run: a progress line, JSON lines in a file, optionally TensorBoard and W&B."""
+"""The figures of a run: a progress line, and JSON lines in a file."""
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import os
 import resource
-import secrets
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from ringattn.conf.schema import Train
 
 # Dense bf16 tensor-core peaks of one GPU, flops a second, by a part of the device's name.
 PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
@@ -110,66 +105,25 @@ class Progress:
 
 
 class Log:
-    """metrics.jsonl in the run's folder, and TensorBoard or W&B beside it: `step/loss`, `eval/loss`, `save/seconds`.
+    """metrics.jsonl in the run's folder; only rank 0 makes one."""
 
-    Only rank 0 makes one.
-    """
-
-    def __init__(self, folder: Path, config: Train):
-        self.tensorboard, self.wandb = loggers(config)
+    def __init__(self, folder: Path):
         with writing(folder / "metrics.jsonl"):
             folder.mkdir(parents=True, exist_ok=True)
             self.file = (folder / "metrics.jsonl").open("a")
-            if self.wandb and not (folder / "wandb-id").exists():
-                (folder / "wandb-id").write_text(secrets.token_hex(8))
-            if self.tensorboard:
-                self.tensorboard = self.tensorboard.SummaryWriter(str(folder))
-        if self.wandb:  # the same run after a resume
-            about: Any = {"project": config.wandb, "name": folder.name, "id": (folder / "wandb-id").read_text()}
-            self.wandb = self.wandb.init(**about, dir=str(folder), resume="allow", config=dataclasses.asdict(config))
 
     def write(self, row: dict[str, Any]) -> None:
         with writing(self.file.name):
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        if not self.there():
+        if not Path(self.file.name).exists():  # it can still be written to, and is lost
             raise FileNotFoundError(
                 f"{self.file.name} was deleted or moved while the run wrote to it; nothing is logged"
             )
-        if row["step"] < 0:  # a measurement of memory, which has no place on a curve
-            return
-        numbers = {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
-        for name, value in numbers.items() if self.tensorboard else ():
-            self.tensorboard.add_scalar(name, value, row["step"])
-        if self.wandb:
-            self.wandb.log(numbers, step=row["step"])
-
-    def there(self) -> bool:
-        """Whether the file is still the one of its name: one that was deleted can be written to and is lost."""
-        try:
-            return os.path.samestat(os.stat(self.file.name), os.fstat(self.file.fileno()))
-        except FileNotFoundError:
-            return False
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # every row is already written
             self.file.close()
-        if self.tensorboard:
-            self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
-
-
-def loggers(config: Train) -> list[Any]:
-    """The modules of TensorBoard and W&B, None for what is not requested; a ValueError if one is not installed."""
-    modules: list[Any] = []
-    for module, wanted in (("torch.utils.tensorboard", config.tensorboard), ("wandb", config.wandb)):
-        try:
-            modules.append(import_module(module) if wanted else None)
-        except ImportError:
-            package = module.rpartition(".")[2]
-            raise ValueError(f"{package} is not installed; pip install {package}, or leave it out") from None
-    return modules
 
 
 @contextlib.contextmanager

@@ -180,7 +180,7 @@ def one_rank(task: dict[str, Any]) -> None:
     """One worker's whole run. A problem that only the user can fix goes to the driver, and no attempt follows."""
     from ray.train.collective import broadcast_from_rank_zero
 
-    from ringattn.launch.train.start import resolved
+    from ringattn.launch.train.configured import resolved
 
     patience, ranks = timedelta(seconds=task["config"].cluster.timeout), int(os.environ["WORLD_SIZE"])
     host, port = task["meeting"]

@@ -5,20 +5,18 @@ metrics.jsonl, checkpoints/ and picture.svg.
 """
 
 import dataclasses
-import math
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ringattn.comms import lost, messages
 from ringattn.conf.schema import Strategy, Train
 from ringattn.launch import processes
-from ringattn.launch.train import configured, data, metrics, torchrun
+from ringattn.launch.train import configured, data, torchrun
 from ringattn.launch.train.metrics import echo
 from ringattn.launch.train.report import again, checkpoints_of, finish, plural
 
@@ -61,7 +59,7 @@ def here(config: Train) -> int | None:
             summary, folder = ray.fit(config, work, new_folder)
             finish(config, folder, {"Ray": folder}, summary)
             return None if summary["stopped"] else 0
-        config = resolved(config, None)
+        config = configured.resolved(config, None)
         ranks = config.nproc or 1
         folder = new_folder(config)
         check(config)
@@ -87,13 +85,12 @@ def here(config: Train) -> int | None:
 
 
 def check(config: Train) -> None:
-    """Check what can be checked without ranks: the data, the checkpoint, and whether loggers are installed."""
+    """Check what can be checked without ranks: the data and the checkpoint."""
     data.of(config)
     if config.resume not in (None, "auto"):
         from ringattn.launch.train.checkpoint import read_state
 
         read_state(Path(config.resume))
-    metrics.loggers(config)
 
 
 def foresee(config: Train) -> int:
@@ -138,7 +135,7 @@ def under_torchrun(config: Train) -> int:
     rank = torchrun.rank()
     try:
         began = time.time()
-        config = resolved(config, int(os.environ["WORLD_SIZE"]))
+        config = configured.resolved(config, int(os.environ["WORLD_SIZE"]))
         if config.dry_run:
             return foresee(config) if rank == 0 else 0
         torchrun.join(config.device, config.cluster.timeout)
@@ -161,37 +158,11 @@ def under_torchrun(config: Train) -> int:
     return 0
 
 
-def resolved(config: Train, ranks: int | None) -> Train:
-    """The configuration with every `auto` decided that can be before there are ranks: `nproc` and `device` too."""
-    gpus = torch.cuda.device_count()
-    device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
-    if device == "cuda" and not gpus and not config.dry_run:
-        raise ValueError("device=cuda, and torch sees no GPU here; use device=cpu, or dry_run=true to look first")
-    s = config.strategy
-    if s.ulysses is None:
-        s = dataclasses.replace(s, ring=s.ring or 1)
-    fixed, filled = s.data * (s.ring or 1) * (s.ulysses or 1), s.ring is None or s.ulysses is None
-    if ranks is None:
-        there = gpus if device == "cuda" else 0
-        ranks = config.nproc or there or (math.lcm(2, fixed) if filled else fixed)
-        if device == "cuda" and ranks > gpus and not config.dry_run:
-            raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
-    if ranks % fixed if filled else fixed != ranks:
-        raise ValueError(
-            f"strategy.data={s.data} x ring={s.ring} x ulysses={s.ulysses} does not make {plural(ranks)}; "
-            f"change these, or start {'a multiple of ' * filled}{fixed}"
-        )
-    rest = ranks // fixed
-    precision = ("bfloat16" if device == "cuda" else "float32") if config.precision == "auto" else config.precision
-    strategy = dataclasses.replace(s, ring=s.ring or rest, ulysses=s.ulysses or rest)
-    return dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks)
-
-
 def on_one_rank(config: Train) -> Train:
     """The same training, the same batches, on one rank; no checkpoint is made, also when it is stopped."""
     strategy = Strategy(ring=1, kernel=config.strategy.kernel, recompute=config.strategy.recompute)
     batch = config.batch * config.strategy.data
-    return dataclasses.replace(config, strategy=strategy, nproc=1, batch=batch, save_every=0, keep=0, profile=False)
+    return dataclasses.replace(config, strategy=strategy, nproc=1, batch=batch, save_every=0, keep=0)
 
 
 def new_folder(config: Train) -> Path:

@@ -83,7 +83,7 @@ def train(job: Job, stop: Stop) -> bool:
     resume(job, checkpoints)
     if rank0 and job.step < config.steps:
         metrics.forget_after(job.folder / "metrics.jsonl", job.step)
-    log = metrics.Log(job.folder, config) if rank0 else None
+    log = metrics.Log(job.folder) if rank0 else None
     try:
         begun = job.step
         stopped = loop(job, checkpoints, log, stop)
@@ -139,38 +139,35 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop
     peak, ranks = metrics.peak_flops(job.device), dist.get_world_size()
     progress = metrics.Progress(config.steps, config.log_every) if log else None
     memory.reset()
-    with profiler(job) as trace:
-        while job.step < config.steps:
-            begin = time.perf_counter()
-            loss, norm = train_step(job)
-            job.step += 1
-            seconds = time.perf_counter() - begin
-            if "first_step" not in job.seconds:
-                job.seconds["first_step"] = time.time() - job.started_at
-                if config.save_every:
-                    checkpoints.copy(job.decoder, job.optimizer)  # only so that no step waits for the memory
-            if not math.isfinite(loss):
-                raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
-            if log and progress and (job.step % (config.log_every or 1) == 0 or job.step == config.steps):
-                row = {
-                    "kind": "step", "step": job.step, "loss": loss, "norm": norm,
-                    "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,
-                    "tokens_per_second": job.a_step * config.seq_len / seconds,
-                    "mfu": estimate.step_flops(job, job.step - 1) / seconds / peak / ranks if peak else None,
-                    "memory_mib": memory.peak() / MIB,
-                }  # fmt: skip
-                log.write(row)
-                progress.show(job.step, row)
-            if trace:
-                trace.step()
-            checkpoints.finish(wait=False)
-            stopping = stop.agreed()
-            if config.keep and (stopping or due(config, job.step)):
-                save(job, checkpoints, log)
-            if stopping:
-                break
-            if config.eval_every and job.step % config.eval_every == 0 and job.step < config.steps:
-                evaluate(job, log)
+    while job.step < config.steps:
+        begin = time.perf_counter()
+        loss, norm = train_step(job)
+        job.step += 1
+        seconds = time.perf_counter() - begin
+        if "first_step" not in job.seconds:
+            job.seconds["first_step"] = time.time() - job.started_at
+            if config.save_every:
+                checkpoints.copy(job.decoder, job.optimizer)  # only so that no step waits for the memory
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
+        if log and progress and (job.step % (config.log_every or 1) == 0 or job.step == config.steps):
+            row = {
+                "kind": "step", "step": job.step, "loss": loss, "norm": norm,
+                "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,
+                "tokens_per_second": job.a_step * config.seq_len / seconds,
+                "mfu": estimate.step_flops(job, job.step - 1) / seconds / peak / ranks if peak else None,
+                "memory_mib": memory.peak() / MIB,
+            }  # fmt: skip
+            log.write(row)
+            progress.show(job.step, row)
+        checkpoints.finish(wait=False)
+        stopping = stop.agreed()
+        if config.keep and (stopping or due(config, job.step)):
+            save(job, checkpoints, log)
+        if stopping:
+            break
+        if config.eval_every and job.step % config.eval_every == 0 and job.step < config.steps:
+            evaluate(job, log)
     if progress:
         progress.close()
     return job.step < config.steps
@@ -297,17 +294,6 @@ def resume(job: Job, checkpoints: Checkpoints) -> None:
         metrics.echo(f"{at} {path}")
         if job.step < steps != state["steps"]:
             metrics.echo(f"steps was {state['steps']} before: the rate now falls to its end at {steps}")
-
-
-def profiler(job: Job) -> Any:
-    """A trace of steps 2 to 4 of rank 0, if requested; otherwise None."""
-    if not job.config.profile or dist.get_rank() != 0:
-        return contextlib.nullcontext()
-    from torch.profiler import profile, schedule
-
-    trace = str(job.folder / "trace.json")
-    when = schedule(wait=1, warmup=0, active=3, repeat=1)
-    return profile(schedule=when, on_trace_ready=lambda p: p.export_chrome_trace(trace))
 
 
 def save_config(job: Job) -> TextIO:
