@@ -1,6 +1,6 @@
 """One call over ranks: attention, linear attention, or the steps of a cache, with every public argument."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,12 +175,7 @@ class Case:
         return every
 
     def pieces(
-        self,
-        plan: Any,
-        given: dict[str, Any],
-        array: Callable[[Any], Any] = lambda x: x,
-        shard: Callable[..., Any] = lambda plan, *x: map(plan.shard, x),
-        unshard: Callable[[Any, Any], Any] = lambda plan, x: plan.unshard(x),
+        self, plan: Any, given: dict[str, Any], array: Any = lambda x: x, jit: Any = lambda f: f
     ) -> Iterator[Any]:
         """What the steps of a cache give, on tensors of torch or JAX, where a call returns a new cache too."""
         cache: Any = ra.KVCache.allocate(
@@ -198,7 +193,7 @@ class Case:
                 result = ra.decode(q, k, v, cache, **also, **words)
             else:
                 chunk = plan.for_length(n)
-                q, k, v = shard(chunk, q, k, v)
+                q, k, v = jit(lambda *x, plan=chunk: tuple(map(plan.shard, x)))(q, k, v)
                 result = ra.prefill(q, k, v, chunk, cache, **also, **words)
             out, cache = result if isinstance(result, tuple) else (result, cache)
-            yield out if do == "decode" else unshard(chunk, out)
+            yield out if do == "decode" else jit(chunk.unshard)(out)

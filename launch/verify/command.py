@@ -96,13 +96,16 @@ def run(options: Options) -> int:
     if options.backend == "jax":
         os.environ.setdefault("XLA_FLAGS", xla_flags())  # before jax starts
         options = replace(options, dtype=options.dtype or "float32")
+    check(options)
     if started := "RANK" in os.environ:
         join(options.device)
         options = replace(options, ranks=dist.get_world_size())
-    check(options)
     speaks = not started or dist.get_rank() == 0
     if options.model is not None:
         return model.run(replace(options, ranks=options.ranks or 4), speaks)
+    if not chosen(options):
+        words = ",".join(options.cases)
+        raise ValueError(f"cases={words} matches no random call: give a part of a description, as balanced or sinks")
     if speaks:
         print(f"{len(chosen(options))} random calls over {options}", file=sys.stderr)
     begun = time.perf_counter()
@@ -133,9 +136,6 @@ def check(options: Options) -> None:
         return model.check(options)
     if options.tokens or options.docs:
         raise ValueError(f"tokens={options.tokens}, docs={options.docs} are of a model; give model=FOLDER too")
-    if not chosen(options):
-        words = ",".join(options.cases)
-        raise ValueError(f"cases={words} matches no random call: give a part of a description, as balanced or sinks")
 
 
 @lru_cache(maxsize=1)

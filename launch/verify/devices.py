@@ -65,18 +65,7 @@ def poisoned(name: str, x: jax.Array, plan: Any) -> jax.Array:
     return jnp.where(real, plan.shard(x), jnp.nan)
 
 
-@partial(jax.jit, static_argnums=0)
-def sharded(plan: Any, *whole: jax.Array) -> tuple[jax.Array, ...]:
-    """One program, where a call of each operation would compile it alone."""
-    return tuple(map(plan.shard, whole))
-
-
-@partial(jax.jit, static_argnums=0)
-def unsharded(plan: Any, x: jax.Array) -> Any:
-    return plan.unshard(x)
-
-
 def through_cache(case: Case, plan: Any, given: Given) -> Given:
     """A cache filled and read; pieces of numpy's arrays need no program to be cut."""
-    pieces = case.pieces(plan, {n: np.array(x) for n, x in given.items()}, jnp.asarray, sharded, unsharded)
+    pieces = case.pieces(plan, {n: np.array(x) for n, x in given.items()}, jnp.asarray, jax.jit)
     return {"out": np.concatenate([np.array(x, np.float64) for x in pieces], 1)}

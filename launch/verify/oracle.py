@@ -185,18 +185,14 @@ def with_gradients(results: Named, back: Named, leaves: Named) -> Named:
     return {**{n: x.detach() for n, x in results.items()}, **named}
 
 
-def local(x: Tensor, plan: Any, poison: float = float("nan")) -> Tensor:
-    """This rank's tokens of a whole tensor, with poison where the plan pads."""
-    pad = x.new_full((x.shape[0], plan.tokens.padded_length - x.shape[1], *x.shape[2:]), poison)
-    return torch.cat([x, pad], 1)[:, torch.from_numpy(own_positions(plan)).to(x.device)]
-
-
 def own(plan: Any, name: str, whole: Tensor, padding: float = float("nan")) -> Tensor:
-    """This rank's part of an input, a result or a gradient; what is the same on every rank it has whole."""
+    """This rank's tokens of an input, a result or a gradient; what is the same on every rank it has whole."""
     name = name.removeprefix("d")
     if name in WHOLE:
         return whole
-    return local(whole, plan.keys if name in ("k", "v") else plan, padding)
+    plan = plan.keys if name in ("k", "v") else plan
+    pad = whole.new_full((len(whole), plan.tokens.padded_length - whole.shape[1], *whole.shape[2:]), padding)
+    return torch.cat([whole, pad], 1)[:, torch.from_numpy(own_positions(plan)).to(whole.device)]
 
 
 def run(case: Case, mesh: Any, given: Named, kernel: str = "auto", plan: Any = None, **choices: Any) -> Named:
@@ -223,13 +219,11 @@ def error(result: Tensor, expected: Tensor, whole: Tensor | None = None) -> floa
 
 def worst_row(result: Tensor, expected: Tensor, unit: float) -> float:
     """The largest error of a row, of one head and token, over its size and `unit`; lse and the like are numbers."""
-    gap = gaps(result, expected)
+    gap, expected = gaps(result, expected), expected.nan_to_num(neginf=0.0)
     if gap is None or not gap.numel():
         return float("inf") if gap is None else 0.0
-    expected = expected.nan_to_num(neginf=0.0)
-    if gap.dim() < 4:
-        gap, expected = gap[..., None], expected[..., None]
-    return float((gap.norm(dim=-1) / (expected.norm(dim=-1) + unit)).max())
+    rows = [x if x.dim() == 4 else x[..., None] for x in (gap, expected)]
+    return float((rows[0].norm(dim=-1) / (rows[1].norm(dim=-1) + unit)).max())
 
 
 def gaps(result: Tensor, expected: Tensor) -> Tensor | None:
