@@ -103,18 +103,12 @@ def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, s
 
 
 @lru_cache(maxsize=1024)
-def select(
-    problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TABLE, backward: bool = False, exact: bool = False
-) -> Kernel:
-    """The kernel called `impl`, or with "auto" the fastest that serves the problem, forward or backward.
-
-    With `exact` "auto" takes no kernel that rounds partials and gradients to the dtype of the inputs.
-    """
+def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TABLE, backward: bool = False) -> Kernel:
+    """The kernel called `impl`, or with "auto" the fastest that serves the problem, forward or backward."""
     if impl != "auto" and impl not in (k.name for k in table):
         raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in table)}")
     if impl == "auto":
         candidates = [k for k in table if problem.device not in k.skipped_on]
-        candidates = [k for k in candidates if not (exact and k.low_precision)]
         short = problem.rows is not None and problem.rows < VENDOR_ROWS
         candidates.sort(key=lambda k: (not k.first, 0.0 if short else -problem.rate(k.name, backward)))
     else:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ringattn.plans.plan import Plan as Plan
     from ringattn.plans.transport import Transport as Transport
     from ringattn.serving import KVCache as KVCache
-    from ringattn.torch.attention.one_device import attend as attend
 
 __version__ = "0.1.0"
 
@@ -43,7 +42,6 @@ PUBLIC = {
     "Partial": "ringattn.kernels.partial",
     "Plan": "ringattn.plans.plan",
     "Transport": "ringattn.plans.transport",
-    "attend": "ringattn.torch.attention.one_device",
     "attention": "ringattn.api",
     "balance": "ringattn.layouts.balancing",
     "cross_entropy": "ringattn.models.loss",

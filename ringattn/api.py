@@ -169,7 +169,7 @@ def linear_attention(
 def merge(a: Partial, b: Partial) -> Partial:
     """Attention over the union of two disjoint sets of keys, exact, from the partials of both; differentiable.
 
-    out [B, T, H, V] and lse [B, T, H] come from `attend`, or from `attention` with return_lse=True. A row whose lse is
+    out [B, T, H, V] and lse [B, T, H] come from `attention` with return_lse=True. A row whose lse is
     -inf has seen no key.
     """
     raise_if(of_partials(a, b))

@@ -79,15 +79,9 @@ def attention(x, plan):
     return ra.attention(x(H, D), x(G, D), x(G, D), plan, sinks=x.state(H), return_lse=True)
 
 
-def attend(x, plan):
-    B, n = x.B, plan.local_len
-    begin = x.keep(torch.zeros(n, dtype=torch.int32).expand(B, n))
-    end = x.keep(torch.arange(1, n + 1, dtype=torch.int32).expand(B, n))
-    return ra.attend(x(H, D), x(G, D), x(G, D), begin, end)
-
-
 def merge(x, plan):
-    a, b = (ra.attend(x(H, D), x(G, D), x(G, D), *torch.tensor([[0], [1]]).expand(2, plan.local_len)) for _ in "ab")
+    alone = ra.AttentionSpec(causal=False)
+    a, b = (ra.Partial(*ra.attention(x(H, D), x(G, D), x(G, D), spec=alone, return_lse=True)) for _ in "ab")
     for part in (*a, *b):
         x.keep(part)
     return ra.merge(a, b)
@@ -151,7 +145,7 @@ def convolution(x, plan):
     return causal_convolution(x(6), x.whole(6, 3), plan, first=x.whole(x.B, 2, 6).detach())
 
 
-CALLS = [attention, attend, merge, linear, linear_documents, serving, losses, moved, layers, streams, convolution]
+CALLS = [attention, merge, linear, linear_documents, serving, losses, moved, layers, streams, convolution]
 
 
 def flat(out):

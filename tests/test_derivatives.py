@@ -20,12 +20,10 @@ def test_forward_mode_is_refused_instead_of_losing_its_tangent():
 
 
 X = torch.randn(1, 8, 2, 8)
-AT = torch.arange(8)
 FUNCTIONS = {
     "attention": lambda x: ra.attention(x, X, X),
     "sinks": lambda x: ra.attention(X, X, X, sinks=x[0, 0, :, 0]),
     "linear": lambda x: ra.linear_attention(X, x, X, return_state=True)[1],
-    "attend": lambda x: ra.attend(x, X, X, AT * 0, AT + 1).lse,
     "convolution": lambda x: causal_convolution(x.flatten(2), torch.ones(16, 3)),
 }
 

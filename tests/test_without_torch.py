@@ -50,7 +50,7 @@ assert np.allclose(out, ra.attention(whole, whole, whole)[:, -1:], atol=1e-5)
 
 assert main(["plan", "ring=4"]) == main(["plan", "device=tpu", "ring=4"]) == main(["doctor"]) == 0
 assert main(["verify"]) == 2
-for use in (lambda: ra.nn, lambda: ra.attend, lambda: ra.init_mesh(ring=2)):
+for use in (lambda: ra.nn, lambda: ra.init_mesh(ring=2)):
     try:
         use()
     except ModuleNotFoundError as error:

@@ -37,7 +37,7 @@ def forward(
             phase = step.phase
             next_block = send(axis, block, phase.onward, f"keys after step {i - 1} of {len(steps)}, forward")
         next_keys, exchange = exchange_for(next_step, block)
-        next_side = Side.of(next_step, q.device)
+        next_side = Side(q.device) if next_step is not None and next_step.side else None
         label = f"keys of step {i} of {len(steps)}, forward"
         with on(side), axis.sharing(*exchange, label, score.kernel.fills) as receiving:
             result.add(step, *keys)
@@ -76,7 +76,7 @@ def backward(
             keys = receive(axis, step, block, kept, f"keys of {label}, backward")
         next_step = next_step if next_step is not None and next_step.phase is phase else None
         next_keys, exchange = exchange_for(next_step, block, kept)
-        next_side = Side.of(next_step, q.device)
+        next_side = Side(q.device) if next_step is not None and next_step.side else None
         with on(side):
             if score.kernel.parted:  # gradients travelled while those of queries were computed; else they may now
                 sums.settle()

@@ -148,11 +148,6 @@ class Side:
             self.main = torch.cuda.current_stream(device)
             self.stream.wait_stream(self.main)
 
-    @staticmethod
-    def of(step: Step | None, device: torch.device) -> "Side | None":
-        """The side stream, if the step runs there."""
-        return Side(device) if step is not None and step.side else None
-
     def join(self) -> None:
         if self.stream is not None:
             self.main.wait_stream(self.stream)
