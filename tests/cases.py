@@ -117,7 +117,7 @@ def errors(case: Case, mesh: Any, results: dict[str, Tensor], exact: dict[str, T
     """The relative error (norm) of each local result; inf where padding leaked or an empty row is not one."""
     plan, off = case.plan_on(mesh), {}
     for n in results.keys() - SHARED:
-        mine = oracle.own(plan, n, exact[n].to(results[n].device), -torch.inf if n == "lse" else 0.0)
+        mine = oracle.local(plan, n, exact[n].to(results[n].device), -torch.inf if n == "lse" else 0.0)
         off[n] = oracle.error(results[n], mine, exact[n])
     return off
 

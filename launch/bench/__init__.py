@@ -109,8 +109,8 @@ def stamp() -> dict[str, str]:
 
     describe = ["git", "describe", "--always", "--dirty=+"]
     try:
-        here = Path(__file__).resolve().parent
-        commit = subprocess.run(describe, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        folder = Path(__file__).resolve().parent
+        commit = subprocess.run(describe, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()

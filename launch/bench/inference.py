@@ -24,7 +24,7 @@ import torch
 
 import ringattn as ra
 from ringattn.launch.bench import Row, over_ranks
-from ringattn.launch.bench.timing import copy_rate, draws, dtype_on, held, median_ms, together
+from ringattn.launch.bench.timing import copy_rate, draws, dtype_on, median_ms, memory_from_now, together
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "ranks", "transport", "way", "moves", "ms", "floor_ms", "ratio", "peak_mib"]
@@ -122,7 +122,7 @@ def prefilled(options: Options, plan: Any, way: str, move: str, tokens: int) -> 
 
     for _ in range(1 + options.repeats):  # the first one warms up
         cache, moved = cache_of(options, plan, tokens), list[str]()
-        memory = held(options.device)
+        memory = memory_from_now(options.device)
         times.append(together(whole))
     ends = dict.fromkeys([*moved[:1], *moved[-1:]])
     ms = statistics.median(times[1:]) * 1e3

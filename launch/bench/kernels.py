@@ -80,8 +80,8 @@ def rows_of(case: Case, options: Options) -> Iterator[Row]:
     for mode in FLOPS if options.backward else ["forward"]:
         calls = {name: each[mode] for name, each in contestants.items()}
         times = timing.in_turns(calls, options.rounds, options.device)
-        for name, own in times.items():
-            ms = statistics.median(own)
+        for name, measured in times.items():
+            ms = statistics.median(measured)
             row: Row = {"impl": name, "mode": mode, "ms": ms, "peak_gib": peak_gib(calls[name], options.device)}
             if options.rule == "softmax":
                 row["tflops"] = FLOPS[mode] * case.pairs * options.heads * options.head_dim / ms / 1e9
@@ -89,7 +89,7 @@ def rows_of(case: Case, options: Options) -> Iterator[Row]:
                 row["tokens_per_us"] = case.tokens / ms / 1e3
             for other in times if name not in PEERS else ():
                 if other != name:
-                    row[f"over_{other}"] = statistics.median(x / y for x, y in zip(times[other], own, strict=True))
+                    row[f"over_{other}"] = statistics.median(x / y for x, y in zip(times[other], measured, strict=True))
             yield row
 
 
@@ -113,7 +113,7 @@ def peak_gib(call: Any, device: str) -> float | None:
     if device != "cuda":
         return None
     timing.finish()
-    memory = timing.held("cuda")
+    memory = timing.memory_from_now("cuda")
     call()
     timing.finish()
     return memory.grown() / 2**30

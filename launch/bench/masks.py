@@ -1,6 +1,5 @@
 """Masks and packed documents by their words: which (query, key) pairs are useful, and what attention takes for them."""
 
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,12 +63,8 @@ def packed(lengths: Any, **more: Any) -> dict[str, Any]:
 
 def mixed(lengths: tuple[int, ...], tokens: int) -> list[int]:
     """Documents of these lengths, over and over, that have so many tokens in all; the last one is cut."""
-    filled: list[int] = []
-    for n in cycle(lengths):
-        filled.append(min(n, tokens - sum(filled)))
-        if sum(filled) == tokens:
-            break
-    return filled
+    ends = np.cumsum(np.tile(lengths, tokens // sum(lengths) + 1)).clip(max=tokens)
+    return np.diff(ends[: np.searchsorted(ends, tokens) + 1], prepend=0).tolist()
 
 
 def spans(tokens: int, n: int, every: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ringattn as ra
 from ringattn.launch.bench import Row, over_ranks
 from ringattn.launch.bench.masks import Case, case_of
-from ringattn.launch.bench.timing import attention_passes, dtype_on, held, median_ms
+from ringattn.launch.bench.timing import attention_passes, dtype_on, median_ms, memory_from_now
 from ringattn.launch.words import option
 from ringattn.plans.candidates import problem_of, rates_of
 from ringattn.plans.explain import way_of
@@ -142,7 +142,7 @@ def passes_of(plan: Any, predicted: Any, setting: Setting, machine: Machine, sec
     shape, spec, docs = plan.shape(dtype.itemsize), setting.case.asked["spec"], setting.case.asked.get("docs")
     problem = problem_of(plan, shape, spec, str(dtype).removeprefix("torch."), docs, machine.arch)
     rates = rates_of(problem, plan, machine)[1]
-    memory = held(setting.device)
+    memory = memory_from_now(setting.device)
     calls = attention_passes(setting, plan, **setting.case.asked)
     count = int(min(10, max(2, seconds / predicted["seconds"])))  # the same on every rank
     rows, expected, played, before = [], 0.0, 0.0, 0.0

@@ -125,7 +125,7 @@ def counted(options: Options, case: Case, mode: str, plan: Any, call: Callable[[
     q, k, v, out, the gradients of all four and lse take.
     """
     axes = plan.ring_axis, plan.ulysses_axis
-    before, memory = sum(getattr(axis, "sent", 0) for axis in axes), timing.held(options.device)
+    before, memory = sum(getattr(axis, "sent", 0) for axis in axes), timing.memory_from_now(options.device)
     call()
     timing.finish()
     row: Row = {"MB": (sum(getattr(axis, "sent", 0) for axis in axes) - before) / 1e6, "peak": None}

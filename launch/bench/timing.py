@@ -76,8 +76,8 @@ def linear_passes(options: Any, plan: Any, kernel: str, scan: str = "auto", docs
     return passes(lambda: ra.linear_attention(q, k, v, g, plan, **how), (q, k, v, g, beta), dout)
 
 
-def held(device: str) -> metrics.Memory:
-    """What is held from here on; on a CPU freed tensors go back to the system at once."""
+def memory_from_now(device: str) -> metrics.Memory:
+    """The memory that is held from now on; on a CPU freed tensors go back to the system at once."""
     if device == "cpu":
         ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
     memory = metrics.Memory(torch.device(device))

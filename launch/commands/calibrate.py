@@ -98,10 +98,10 @@ def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
         return flops / max(1e-9, seconds[0] - start[0]), BACKWARD * flops / max(1e-9, seconds[1] - start[1])
 
     start, whole = passes(8), long * (long + 1) / 2
-    own = {str(native).removeprefix("torch."): rate(passes(long), whole)}
+    rates = {str(native).removeprefix("torch."): rate(passes(long), whole)}
     if device == "cpu":  # another kernel serves what is no few rectangles; those of GPUs have rates of their own
-        own["tiled/float32"] = rate(passes(long, window), (long - window / 2) * window)
-        own["bfloat16"] = rate(passes(long, dtype=torch.bfloat16), whole)
+        rates["tiled/float32"] = rate(passes(long, window), (long - window / 2) * window)
+        rates["bfloat16"] = rate(passes(long, dtype=torch.bfloat16), whole)
     x = torch.randn(rows, rows, dtype=native, device=device)
     product = 2 * rows**3 / alone_ms(lambda: x @ x, repeats, device) / 1e9
     chip, arch = chip_here(device) or "", tuple[int, ...]()
@@ -109,9 +109,9 @@ def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
     if device == "cuda":
         memory, arch = torch.cuda.get_device_properties().total_memory, torch.cuda.get_device_capability()
     return base.replace(
-        name=f"{chip or 'CPU'} of {platform.node()}", chip=chip, rates={**base.rates, **own},
+        name=f"{chip or 'CPU'} of {platform.node()}", chip=chip, rates={**base.rates, **rates},
         products=product, bandwidth=copy_rate(device), start=start, memory=float(memory), arch=arch, cores=0.0,
-        source=f"measured by ringattn calibrate: memory, products, {', '.join(own)}; the rest: {base.name}",
+        source=f"measured by ringattn calibrate: memory, products, {', '.join(rates)}; the rest: {base.name}",
     )  # fmt: skip
 
 

@@ -119,8 +119,8 @@ def in_jax() -> list[Finding]:
     from ringattn.kernels.attention import pallas
 
     device = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    here = Finding("ok", "devices", f"{jax.device_count()} x {jax.devices()[0].device_kind}")
-    return [here, *served(device, generation() if device == "tpu" else None, pallas.TABLE)]
+    devices = Finding("ok", "devices", f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    return [devices, *served(device, generation() if device == "tpu" else None, pallas.TABLE)]
 
 
 def in_torch() -> list[Finding]:
@@ -170,9 +170,10 @@ def attended(ranks: int, device: str) -> float:
 
     plan = ringattn.plan(init_mesh(ring=ranks, device_type=device), seq_len=61)
     torch.manual_seed(0)  # the same on every rank
-    q, k, v = (torch.randn(1, 61, heads, 16, device=device) for heads in (4, 2, 2))
-    out = plan.unshard(ringattn.attention(plan.shard(q), plan.shard(k), plan.shard(v), plan))
-    return float((out - ringattn.attention(q.double(), k.double(), v.double())).abs().max())
+    whole = [torch.randn(1, 61, heads, 16) for heads in (4, 2, 2)]
+    q, k, v = (plan.shard(x.to(device)) for x in whole)
+    out, exact = plan.unshard(ringattn.attention(q, k, v, plan)), ringattn.attention(*(x.double() for x in whole))
+    return float((out.cpu() - exact).abs().max())
 
 
 def talking(backend: str, options: Options, version: str = "") -> list[Finding]:

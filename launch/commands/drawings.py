@@ -44,7 +44,7 @@ def holdings(plan: Plan, spec: AttentionSpec, docs: Docs) -> list[str]:
         "           work  receives  " + "".join("|" if begun else " " for begun in begins),
     ]
     for r in range(plan.ring):
-        held = np.histogram(layout.positions(r), edges)[0] / np.diff(edges)
-        bar = "".join(SHADES[int(np.ceil(x * (len(SHADES) - 1)))] for x in held)
+        shares = np.histogram(layout.positions(r), edges)[0] / np.diff(edges)
+        bar = "".join(SHADES[int(np.ceil(x * (len(SHADES) - 1)))] for x in shares)
         lines.append(f"  rank {r:>4} {work[r] / max(1, work.mean()):>4.2f} {come[r]:>9.2f}  {bar}")
     return lines

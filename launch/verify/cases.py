@@ -66,8 +66,8 @@ class Case:
     @property
     def text(self) -> str:
         """All that it does not have by default."""
-        own, default = vars(self), vars(Case())
-        return ", ".join([str(self), *(f"{n}={x}" for n, x in own.items() if x != default[n] and n not in HEAD)])
+        chosen, default = vars(self), vars(Case())
+        return ", ".join([str(self), *(f"{n}={x}" for n, x in chosen.items() if x != default[n] and n not in HEAD)])
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -199,7 +199,7 @@ def one_rank(options: Options, case: Case, mesh: Any) -> dict[str, float]:
     for name in [n for n in found if n[0] == "d" and n[1:] in oracle.WHOLE]:
         for axis in (plan.ring_axis, plan.ulysses_axis):
             found[name] = axis.all_gather(found[name].double()[None]).wait().sum(0)
-    return true.errors(found, partial(oracle.own, plan))
+    return true.errors(found, partial(oracle.local, plan))
 
 
 def report(options: Options, found: list[Outcome], seconds: float) -> list[str]:

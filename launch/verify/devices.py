@@ -37,11 +37,11 @@ def results(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
         names = {torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
         arrays = {n: jnp.asarray(x.double().numpy(), names.get(x.dtype, "float32")) for n, x in given.items()}
         plan = case.plan_on(mesh)
-        found = through_cache(case, plan, arrays) if case.steps else jax.jit(partial(once, case, plan))(arrays)
+        found = through_cache(case, plan, arrays) if case.steps else jax.jit(partial(passes, case, plan))(arrays)
         return {n: torch.from_numpy(np.array(x).astype("float64")) for n, x in found.items()}
 
 
-def once(case: Case, plan: Any, given: Given) -> Given:
+def passes(case: Case, plan: Any, given: Given) -> Given:
     """Both results and every gradient. Gradients come back for each that one is given for; not for an lse of -inf."""
 
     def forward(leaves: Given) -> Given:

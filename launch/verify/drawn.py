@@ -137,8 +137,8 @@ def travels(r: random.Random, words: Words) -> Words:
         if how["route"] != "relay":
             how["together"] = r.choice([None, 1, 2, 3])
     if (words["strategy"] == "gather" or ulysses > 1) and r.random() < 0.3:
-        here = max(1, math.lcm(words["kv_heads"], ulysses) // ulysses)
-        how["groups"] = r.choice([n for n in range(1, here + 1) if here % n == 0])
+        heads = max(1, math.lcm(words["kv_heads"], ulysses) // ulysses)
+        how["groups"] = r.choice([n for n in range(1, heads + 1) if heads % n == 0])
     return how
 
 

@@ -88,8 +88,8 @@ def load(options: Any) -> Any:
 
     name = options.model
     if has_weights(name):
-        here = Path(name).exists()
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, local_files_only=here)
+        saved = Path(name).exists()
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, local_files_only=saved)
     else:
         torch.manual_seed(options.seed)
         model = AutoModelForCausalLM.from_config(config_of(name)).float()

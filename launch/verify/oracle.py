@@ -46,9 +46,9 @@ def visible(case: Case, batch_row: int) -> Tensor:
     allowed = torch.zeros(case.seq_len, case.keys, dtype=torch.bool)
     if case.slices is not None:
         for (start, stop), (begin, end), kind in case.slices:
-            here = (start <= i) & (i < stop) & (begin <= j) & (j < end)
-            here &= (stop - i <= end - j) | (kind in ("full", "inverse"))  # or the last query sees the last key
-            allowed |= here & ((j - begin >= i - start) | (kind in ("full", "causal")))  # or the first one the first
+            inside = (start <= i) & (i < stop) & (begin <= j) & (j < end)
+            inside &= (stop - i <= end - j) | (kind in ("full", "inverse"))  # or the last query sees the last key
+            allowed |= inside & ((j - begin >= i - start) | (kind in ("full", "causal")))  # or the first one the first
         return allowed & near(case.spec, i, j, causal=False)
     of = bounds(row_of(case.lengths, batch_row) or [case.seq_len])
     keys = bounds(row_of(case.key_lengths, batch_row)) or ([(0, case.keys)] if case.lengths is None else of)
@@ -185,7 +185,7 @@ def with_gradients(results: Named, back: Named, leaves: Named) -> Named:
     return {**{n: x.detach() for n, x in results.items()}, **named}
 
 
-def own(plan: Any, name: str, whole: Tensor, padding: float = float("nan")) -> Tensor:
+def local(plan: Any, name: str, whole: Tensor, padding: float = float("nan")) -> Tensor:
     """This rank's tokens of an input, a result or a gradient; what is the same on every rank it has whole."""
     name = name.removeprefix("d")
     if name in WHOLE:
@@ -202,9 +202,9 @@ def run(case: Case, mesh: Any, given: Named, kernel: str = "auto", plan: Any = N
     end state other parts from all ranks. `choices` are further words for the plan: how blocks travel.
     """
     plan = plan or case.plan_on(mesh, kernel, **choices)
-    x = {n: own(plan, n, given[n]).clone().requires_grad_(n in case.leaves) for n in case.arguments}
+    x = {n: local(plan, n, given[n]).clone().requires_grad_(n in case.leaves) for n in case.arguments}
     results = dict(zip(case.outputs, case.call(plan, x, kernel), strict=True))
-    back = {n: own(plan, n, given[f"d{n}"]) for n in results if f"d{n}" in given}
+    back = {n: local(plan, n, given[f"d{n}"]) for n in results if f"d{n}" in given}
     if "end" in back:
         ranks, rank = plan.ring * plan.ulysses, plan.ring_axis.rank * plan.ulysses + plan.ulysses_axis.rank
         back["end"] = back["end"] * (2 * (rank + 1) / (ranks * (ranks + 1)))
