@@ -8,7 +8,8 @@ measured last; `of_best` is its time over that of the fastest candidate. `gib` i
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.launch.bench import Row, over_ranks
-from ringattn.launch.bench.masks import Case, case_of
+from ringattn.launch.bench.masks import case_of
 from ringattn.launch.bench.timing import attention_passes, dtype_on, median_ms, memory_from_now
 from ringattn.launch.words import option
 from ringattn.plans.candidates import problem_of, rates_of
@@ -57,22 +58,12 @@ class Options:
             setting_of(word, self)
 
 
-class Setting(NamedTuple):
+def setting_of(word: str, options: Any) -> SimpleNamespace:
     """What a word of `settings` says."""
-
-    kernel: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    device: str
-    case: Case
-
-
-def setting_of(word: str, options: Any) -> Setting:
     try:
         kernel, tokens, heads, kv_heads, mask = word.split("/")
-        sizes = int(heads), int(kv_heads), options.head_dim, options.device
-        return Setting(kernel, *sizes, case_of(mask, int(tokens)))
+        sizes = {"heads": int(heads), "kv_heads": int(kv_heads), "head_dim": options.head_dim}
+        return SimpleNamespace(kernel=kernel, device=options.device, case=case_of(mask, int(tokens)), **sizes)
     except ValueError as error:
         raise ValueError(f"settings={word}: give KERNEL/TOKENS/HEADS/KEY HEADS/MASK ({error})") from None
 
@@ -136,7 +127,7 @@ def measured(options: Options, machine: Machine | None = None) -> Iterator[Row]:
                 print(f"{word}: {error}", flush=True)
 
 
-def passes_of(plan: Any, predicted: Any, setting: Setting, machine: Machine, seconds: float) -> list[Row]:
+def passes_of(plan: Any, predicted: Any, setting: Any, machine: Machine, seconds: float) -> list[Row]:
     """A row a mode of one candidate."""
     dtype = dtype_on(setting.device)
     shape, spec, docs = plan.shape(dtype.itemsize), setting.case.asked["spec"], setting.case.asked.get("docs")
