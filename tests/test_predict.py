@@ -150,20 +150,9 @@ def test_memory_of_a_ring_is_what_its_loop_allocates(hosts, layout, given):
 
     allocated = run(one_rank, ring=8)
     live = Live(np.zeros(8))
-    sizes = Sizes(
-        q=128,
-        out=128,
-        kv=64,
-        full=256,
-        rows=0,
-        exact=2,
-        travel=2,
-        halves=False,
-        kernel="triton",
-        ours=True,
-        mostly_own=False,
-    )
-    ringed(live, plan, sizes, course(Ring(plan.tokens, plan.tokens, spec, None, hosts), 8, together))
+    sizes = Sizes(length, length, q=128, out=128, kv=64, full=256, rows=0, exact=2, travel=2, halves=False,
+                  kernel="triton", ours=True, mostly_own=False)  # fmt: skip
+    ringed(live, sizes, course(Ring(plan.tokens, plan.tokens, spec, None, hosts), 8, together))
     assert live.most.max() == max(allocated), (live.most, allocated)
 
 

@@ -15,16 +15,12 @@ from ringattn.plans.course import EXACT, Course
 from ringattn.plans.plan import Plan
 from ringattn.plans.recipe import LONG, are_kept, backward_order
 
-THIN_KEYS, PACKED_ROWS = (
-    1024,
-    32,
-)  # FlashAttention-4 leaves steps of so few keys to our kernel, which takes queries as so many rows
-CUT_QUERIES = 4096  # from so many queries on
-
 
 class Sizes(NamedTuple):
     """Bytes a token of the heads that are computed together, and which kernel computes them."""
 
+    queries: int  # of a rank
+    keys: int
     q: float
     out: float
     kv: float
@@ -50,9 +46,14 @@ class Sizes(NamedTuple):
             return queries * (2 * self.q + 2 * self.rows) + keys * 2 * self.kv * grouped
         return queries * (2 * self.q + self.rows) + keys * self.full * (2 if grouped else 1)
 
+    @property
+    def prepared(self) -> float:
+        """What our kernel makes of the rows; of those with a float64 lse also another gradient of out."""
+        return self.queries * self.ours * (2 * self.rows + (self.out + self.rows) * (self.exact == 1))
+
 
 class Live:
-    """The bytes that are held, and the most that were."""
+    """The bytes that are allocated, and the most that were."""
 
     def __init__(self, now: Any):
         self.now = self.most = np.asarray(now, float)
@@ -65,11 +66,6 @@ class Live:
     def free(self, nbytes: Any) -> None:
         self.now = self.now - nbytes
 
-    def pass_by(self, nbytes: Any) -> None:
-        """Held for a moment."""
-        self.take(nbytes)
-        self.free(nbytes)
-
 
 class Parts:
     """One or two gradients in parts, as `ringattn.kernels.total.Total`; `whole` are the bytes of their sum."""
@@ -79,7 +75,7 @@ class Parts:
         self.nbytes = self.summed = 0 * live.now
 
     def add(self, nbytes: Any, summed: bool = False) -> None:
-        """Another part, which is held already; `summed`: if it is the first, later ones may be added to it."""
+        """Another part, which is allocated already; `summed`: if it is the first, later ones may be added to it."""
         self.summed = self.summed + summed * (self.nbytes == 0) * (nbytes > 0)
         self.nbytes = self.nbytes + nbytes
 
@@ -97,30 +93,31 @@ class Parts:
 
 def peak(plan: Plan, shape: Shape, steps: Course, kernel: str, low_precision: bool, mostly_own: bool) -> float:
     """Bytes of the rank that holds most."""
-    item, groups = shape.itemsize, plan.groups_for(shape) if plan.swaps else 1
+    item, batch, groups = shape.itemsize, shape.batch, plan.groups_for(shape) if plan.swaps else 1
     heads, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
     shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < groups
-    both, batch = shape.head_dim + shape.value_dim, shape.batch
+    both, n, keys, local = (
+        shape.head_dim + shape.value_dim,
+        plan.tokens.shard_len,
+        plan.keys.tokens.shard_len,
+        plan.local_len,
+    )
     each = Sizes(
-        batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item, batch * kv_heads * both * item,
-        batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item),
-        1.0 if low_precision or item > 2 else 2.0, kv_heads >= 2, kernel, not low_precision,
-        mostly_own,
+        n, keys, batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item,
+        batch * kv_heads * both * item, batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item),
+        1.0 if low_precision or item > 2 else 2.0, kv_heads >= 2, kernel, not low_precision, mostly_own,
     )  # fmt: skip
-    n, keys, local = plan.tokens.shard_len, plan.keys.tokens.shard_len, plan.local_len
     given = float(local * batch * item * shape.heads * (shape.head_dim + 2 * shape.value_dim))  # q, out, its gradient
     given += shape.kv_bytes(plan.keys.local_len, shape.kv_heads)
-    lse = local * batch * shape.heads * (4 if item == 2 else 8)
+    given += local * batch * shape.heads * (4 if item == 2 else 8)  # the lse
     if plan.ulysses > 1:  # what entered is kept
         given += groups * n * (each.q + each.out) + (1 if shared else groups) * keys * each.kv
-    live = Live(np.full(len(steps.readers), given + lse))
     if plan.strategy == "gather" and plan.ring > 1:
-        gathered(live, plan, each, groups)
-    elif plan.ulysses > 1:
-        exchanged(live, plan, each, groups, steps, shared)
-    else:
-        ringed(live, plan, each, steps)
-    return float(live.most.max())
+        return given + gathered(each, plan.ring, groups, not plan.keys.tokens.in_order)
+    live = Live(np.zeros(len(steps.readers)))
+    ringed(live, each, steps)
+    most = float(live.most.max())
+    return given + (most if plan.ulysses == 1 else exchanged(each, plan.ulysses, groups, most, shared))
 
 
 def bound(plan: Plan, shape: Shape, steps: Course) -> float:
@@ -134,76 +131,66 @@ def bound(plan: Plan, shape: Shape, steps: Course) -> float:
     return 8.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads)) + 3.0 * repeated
 
 
-def prepared(each: Sizes, n: int) -> float:
-    """What our kernel makes of the rows; of those with a float64 lse also another gradient of out."""
-    return n * each.ours * (2 * each.rows + (each.out + each.rows) * (each.exact == 1))
-
-
-def ringed(live: Live, plan: Plan, each: Sizes, steps: Course) -> None:
+def ringed(live: Live, each: Sizes, steps: Course) -> None:
     """Backward of one group of heads over a ring, phase by phase, as `ringattn.torch.attention.ring` carries it out."""
-    n, keys = plan.tokens.shard_len, plan.keys.tokens.shard_len
-    live.take(prepared(each, n))
+    of_queries, of_keys = each.queries * each.q, each.keys * each.kv
+    live.take(each.prepared)
     if steps.steps.count == 1:  # nothing travels, and nothing is added to the gradients
-        live.take(n * each.q + keys * each.kv + each.beside(n, keys))
+        live.take(of_queries + of_keys + each.beside(each.queries, each.keys))
         return
-    if keeps(plan, each, steps):
-        live.take(steps.received[:, 1] * each.kv)
-    dq, own = Parts(live, n * each.q * each.exact, 1), Parts(live, keys * each.kv * each.exact)
-    ends = [*steps.first[1:].tolist(), steps.steps.count]
-    held = np.full(len(steps.readers), keys)
-    sums, room, nothing = own, 0 * live.now, 0 * live.now  # of the block that is held: gradients; keys of another rank
-    sent = passed_on = gone_home = nothing  # sums that are sent; room for those that come with a block, and come home
-    for p in largest(held_tokens := steps.received[:, steps.first]):
-        last = p + 1 == len(ends)
-        onward = nothing if last else live.take(held_tokens[:, p + 1] * each.kv)
-        of_phase(live, plan, each, steps, range(steps.first[p], ends[p]), dq, sums, held)
+    kept = keeps(each, steps)
+    live.take(kept * steps.received[:, 1] * each.kv)
+    dq, own = Parts(live, of_queries * each.exact, 1), Parts(live, of_keys * each.exact)
+    ends, arriving = [*steps.first[1:].tolist(), steps.steps.count], steps.received[:, steps.first]
+    held, sums, nothing = np.full(len(steps.readers), each.keys), own, 0 * live.now
+    # keys of another rank; sums that are sent; room for those that come with a block, and come home
+    room, sent, passed_on, gone_home = nothing, nothing, nothing, nothing
+    for p in largest(arriving):
+        following = nothing if p + 1 == len(ends) else arriving[:, p + 1]
+        onward = live.take(following * each.kv)
+        of_phase(live, each, steps, range(steps.first[p], ends[p]), dq, sums, held, kept)
         if p:
             sums.add(passed_on)
             sums.total()
-            passed_on = nothing if last else live.take(held_tokens[:, p + 1] * each.kv * each.exact)
+            passed_on = live.take(following * each.kv * each.exact)
             own.add(gone_home)
             gone_home = live.take(steps.returned[:, p] * each.kv * each.exact)
             live.free(sent)
             sent = sums.nbytes
         live.free(room)
-        room, held = onward, nothing if last else held_tokens[:, p + 1]
+        room, held = onward, following
         sums = Parts(live, held * each.kv * each.exact)
     live.free(sent)
     own.add(gone_home)
-    for nbytes, parts, share in ((n * each.q, dq, 1.0), (keys * each.kv / 2, own, 0.5), (keys * each.kv / 2, own, 0.5)):
+    for nbytes, parts, share in ((of_queries, dq, 1.0), (of_keys / 2, own, 0.5), (of_keys / 2, own, 0.5)):
         live.take(nbytes)  # in the dtype of the inputs, one after the other
         live.free(parts.nbytes * share)
 
 
-def keeps(plan: Plan, each: Sizes, steps: Course) -> bool:
+def keeps(each: Sizes, steps: Course) -> bool:
     """Whether the keys that arrive are here since forward: `Recipe.keeps`."""
     two = len(steps.hops) == 2 and not steps.hops.any()
-    if not (two and each.mostly_own and each.kernel == "fa4"):
-        return False
-    return are_kept(plan.tokens.shard_len, int(steps.received[:, 1].max()))
+    may = two and each.mostly_own and each.kernel == "fa4"
+    return may and are_kept(each.queries, int(steps.received[:, 1].max()))
 
 
 def largest(sizes: np.ndarray) -> list[int]:
     """Of very many steps or phases [rank, number] of these sizes: the first, the last, and those about the largest."""
-    count = sizes.shape[1]
-    if count <= EXACT:
-        return list(range(count))
-    most = int(sizes.max(0).argmax())
-    return sorted({0, 1, count - 2, count - 1} | ({most - 1, most, most + 1} & set(range(count))))
+    count, most = sizes.shape[1], int(sizes.max(0).argmax()) if sizes.size else 0
+    some = {0, 1, most - 1, most, most + 1, count - 2, count - 1}
+    return [i for i in range(count) if count <= EXACT or i in some]
 
 
 def of_phase(
-    live: Live, plan: Plan, each: Sizes, steps: Course, which: range, dq: Parts, sums: Parts, held: np.ndarray
+    live: Live, each: Sizes, steps: Course, which: range, dq: Parts, sums: Parts, held: np.ndarray, kept: bool
 ) -> None:
     """The steps while a block of `held` tokens is here, whose first is of that block; in the order of backward."""
-    n, received = plan.tokens.shard_len, steps.received
-    kept = keeps(plan, each, steps)
+    received, sent = steps.received, steps.sent
     others = [which[1 + i] for i in largest(received[:, which[1:]])]
-    order = backward_order(which[0], others, each.ours, each.halves and n >= LONG and not kept)
+    order = backward_order(which[0], others, each.ours, each.halves and each.queries >= LONG and not kept)
     halved = len(order) > len(others) + 1
-    nothing, copied = 0 * live.now, each.travel != (each.exact if each.ours else 1.0)  # to travel in another dtype
-    leaving: Any = nothing  # gradients on their way from here
-    arriving: Any = nothing  # and to here
+    copied = each.travel != (each.exact if each.ours else 1.0)  # to travel in another dtype
+    leaving = arriving = 0 * live.now  # gradients on their way from here, and to here
 
     def keys_of(s: int) -> Any:
         return live.take(received[:, s] * each.kv * (s != which[0] and not kept))
@@ -218,103 +205,54 @@ def of_phase(
 
     current = keys_of(order[0])
     for s, following in zip(order, [*order[1:], which[0]], strict=True):
-        remote = keys_of(following)
+        upcoming, local = keys_of(following), s == which[0]
         if each.ours:
             settle(steps.steps.taken[:, s])
-        local = s == which[0]
         work = (steps.pairs[:, s] > 0) * (0.5 if halved and local else 1.0)
-        tokens = work * (held if local else received[:, s])
-        made = computed(live, each, steps, s, work * steps.queries[:, s], tokens, n, dq, kept)
+        queries, tokens = work * steps.queries[:, s], work * (held if local else received[:, s])
+        new = (dq.summed == 0) * work * each.queries * each.q * each.exact if each.ours else queries * each.q
+        made = tokens * each.kv * (each.exact if each.ours else 1.0)
+        live.free(live.take(made + new + each.beside(queries, tokens)) - made - new)
+        dq.add(new, summed=each.ours)
         if local:
             sums.add(made, summed=each.ours)
         else:
-            settle(received[:, s] + steps.sent[:, s] > 0)
-            arriving = arriving + live.take(steps.sent[:, s] * each.kv * each.travel)
+            settle(received[:, s] + sent[:, s] > 0)
+            arriving = arriving + live.take(sent[:, s] * each.kv * each.travel)
             leaving = leaving + (live.take(tokens * each.kv * each.travel) if copied else made)
-        if each.ours:
-            dq.add(live.take((dq.summed == 0) * work * n * each.q * each.exact), summed=True)
         dq.fold()
-        live.free(made * (copied and not local))
-        live.free(current)
-        current = remote
+        live.free(made * (copied and not local) + current)
+        current = upcoming
     live.free(leaving)
     sums.add(arriving)
 
 
-def computed(
-    live: Live, each: Sizes, steps: Course, s: int, queries: np.ndarray, tokens: np.ndarray, n: int, dq: Parts,
-    once: bool,
-) -> np.ndarray:  # fmt: skip
-    """A kernel's gradients of a step: the bytes of dk and dv. That of queries is a part of `dq`, but for our kernel.
+def exchanged(each: Sizes, ulysses: int, groups: int, ring: float, shared: bool) -> float:
+    """The peak while heads enter, are computed, which takes `ring`, and leave.
 
-    `once`: FlashAttention-4 computes a step of few keys itself, since none of its queries is visited again.
+    While one group is computed, the next one enters, and gradients of the one before leave.
     """
-    wide = tokens * each.kv * each.exact
-    if each.ours:
-        live.take(wide)
-        return wide
-    few = 2 * steps.pairs[:, s] <= THIN_KEYS * np.maximum(queries, 1)
-    leaves = each.kernel == "fa4" and n >= CUT_QUERIES and not once
-    thin = few & (steps.received > 0)[:, s] & (queries > 0) & leaves
-    of_queries = np.where(thin, n * each.q * each.exact, queries * each.q)
-    made = np.where(thin, wide, tokens * each.kv)
-    live.take(of_queries + made)
-    rows = 2 * n * each.rows + (PACKED_ROWS - 1) * np.minimum(tokens, THIN_KEYS) * each.kv * each.exact
-    live.pass_by(np.where(thin, rows, each.beside(queries, tokens)))
-    dq.add(of_queries)
-    return made
-
-
-def exchanged(live: Live, plan: Plan, each: Sizes, groups: int, steps: Course, shared: bool) -> None:
-    """Heads enter, are computed and leave; while one group is computed, the next enters and the one before leaves."""
-    n, keys, away = plan.tokens.shard_len, plan.keys.tokens.shard_len, (plan.ulysses - 1) / plan.ulysses
-    of_keys, dout = keys * each.kv, n * each.out
-    grads = n * each.q + of_keys * (not shared)
-    whole_ring, left = Live(0 * live.now), 0.0
-    ringed(whole_ring, plan, each, steps)
-    live.take(dout * (1 + away))  # with the packed part of other ranks
-    live.take(of_keys * each.exact * shared)  # sums over the groups
+    away, dout, of_keys = (ulysses - 1) / ulysses, each.queries * each.out, each.keys * each.kv
+    grads = each.queries * each.q + of_keys * (not shared)
+    leaving = grads * (1 + away)  # with room for what comes
+    stages = [groups * grads + leaving + of_keys * (2 + away) * shared]
     for g in range(groups):
-        if g + 1 < groups:
-            live.take(dout * (1 + away))
-        live.free(dout * away)
-        live.pass_by(whole_ring.most)
-        live.take(grads + prepared(each, n))
-        live.take(grads * (1 + away))  # what leaves, and room for what comes before it is in its place
-        live.free(left)
-        left = grads * (1 + away)
-        live.free(prepared(each, n) + dout)
-    live.take(of_keys * (2 + away) * shared)  # in the dtype of the inputs, what leaves, and room
+        entering = dout + dout * (1 + away) * (g + 1 < groups)
+        now = max(ring, grads + leaving + each.prepared, dout * away)
+        stages.append(entering + now + g * grads + leaving * (g > 0))
+    return max(stages) + of_keys * each.exact * shared  # sums over the groups
 
 
-def gathered(live: Live, plan: Plan, each: Sizes, groups: int) -> None:
-    """All keys are here at once; their gradients are summed in float32 and go home, one group of heads behind."""
-    n, keys, ring = plan.tokens.shard_len, plan.keys.tokens.shard_len, plan.ring
-    every, reorders = keys * ring * each.kv, not plan.keys.tokens.in_order
-    own, sums, wide = keys * each.kv * each.exact, every * each.exact, (n * each.q + every) * each.exact
-
-    def returned() -> None:
-        for _ in range(2):  # dk, dv
-            live.take(own / 2 * (ring + 1))
-            live.free(own / 2 * ring)
-        live.free(sums + own * (ring - 1) + own)
-        live.take(own / each.exact)
-
-    live.take(every)
+def gathered(each: Sizes, ring: int, groups: int, reorders: bool) -> float:
+    """The peak where all keys are here at once; their gradients are summed in float32 and go home a group behind."""
+    every, own = each.keys * ring * each.kv, each.keys * each.kv * each.exact
+    of_queries, sums, leaving = each.queries * each.q * each.exact, own * ring, own * (ring - 1)
+    wide, stages = of_queries + sums, []
+    made = wide if each.ours else wide / each.exact + max(wide, each.beside(each.queries, each.keys * ring))
     for g in range(groups):
-        last = g + 1 == groups
-        live.take(every * (not last) + every * reorders)
-        live.free(every * (reorders and not last))  # those that are not in order are held until the last are used
-        live.take(prepared(each, n))
-        made = live.take(wide if each.ours else wide / each.exact)
-        live.pass_by(each.beside(n, keys * ring))
-        live.take(wide * (not each.ours))
-        live.free(made * (not each.ours))
-        live.free(prepared(each, n) + every * (reorders or not last))
-        for _ in range(2):
-            live.take(reorders * sums / 2 + own / 2 * (ring - 1))
-        live.free(reorders * sums)
-        if g:
-            returned()
-    live.free(every)
-    returned()
+        more = g + 1 < groups  # groups: their keys arrive
+        before = g * of_queries + (sums + leaving) * (g > 0) + max(0, g - 1) * own / each.exact
+        stages.append(before + every * (1 + (more or reorders)) + each.prepared + made)
+        stages.append(before + every + wide + leaving + max(sums * reorders, (leaving + 3 * own) / 2 * (g > 0)))
+    last = groups * of_queries + sums + leaving + (groups - 1) * own / each.exact + (leaving + 3 * own) / 2
+    return max(*stages, last)
