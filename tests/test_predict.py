@@ -152,7 +152,7 @@ def test_memory_of_a_ring_is_what_its_loop_allocates(hosts, layout, given):
     live = Live(np.zeros(8))
     sizes = Sizes(length, length, q=128, out=128, kv=64, full=256, rows=0, exact=2, travel=2, halves=False,
                   kernel="triton", ours=True, mostly_own=False)  # fmt: skip
-    ringed(live, sizes, course(Ring(plan.tokens, plan.tokens, spec, None, hosts), 8, together))
+    ringed(live, sizes, course(Ring(plan.tokens, plan.tokens, spec, None, hosts, 8), together))
     assert live.most.max() == max(allocated), (live.most, allocated)
 
 

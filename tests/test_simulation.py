@@ -16,7 +16,7 @@ from ringattn.layouts.layout import Layout
 from ringattn.masks.spec import AttentionSpec
 from ringattn.plans.candidates import Asked, compared, problem_of, rates_of
 from ringattn.plans.cost import seen_pairs
-from ringattn.plans.course import OfTable, OfWholeBlocks, sources
+from ringattn.plans.course import OfTable, OfWholeBlocks, Ring, at_distances
 from ringattn.plans.machine import Link, load
 from ringattn.plans.plan import Plan
 from ringattn.plans.simulation import on_links, play
@@ -85,9 +85,9 @@ def test_steps_of_a_large_ring_are_those_of_a_table_of_whole_blocks(hosts, toget
     tokens, spec = Layout(layout, 1024, 8, 2), AttentionSpec(causal=causal)
     pairs = seen_pairs(tokens, tokens, spec)
     table = build(whole_blocks(pairs > 0, tokens.shard_len), hosts, together)
-    at = np.take_along_axis(pairs, sources(np.arange(8), 8, hosts), 1).T
-    large = OfWholeBlocks(8, hosts, tokens.shard_len, np.arange(8), at, together)
-    small = OfTable(table, pairs)
+    ring = Ring(tokens, tokens, spec, None, hosts, 8)
+    large = OfWholeBlocks(ring, np.arange(8), at_distances(pairs, np.arange(8), ring), together)
+    small = OfTable(ring, table, pairs)
     assert large.count == small.count and (large.first == small.first).all()
     for s in range(large.count):
         each = [(*x.met(s, s + 1), *(() if causal else (x.hops(s, s + 1), x.homes(s, s + 1)))) for x in (large, small)]

@@ -185,7 +185,7 @@ def test_predicted_steps_and_tokens_are_those_that_run(shape, name, spec, length
     mask = Mask(plan, spec, docs)
     table, predicted = (
         table_of(mask, hosts, together),
-        course(Ring(plan.tokens, plan.tokens, spec, docs, hosts), size, together),
+        course(Ring(plan.tokens, plan.tokens, spec, docs, hosts, size), together),
     )
     for rank in range(plan.ring):
         run, coming, phase = [], 0, None
@@ -195,9 +195,7 @@ def test_predicted_steps_and_tokens_are_those_that_run(shape, name, spec, length
             run.append((bool(step.blocks), received, sent))
             phase = step.phase
             coming = sum(map(len, phase.onward.receive)) if phase.onward else 0
-        columns = (
-            x[rank][predicted.steps.taken[rank]] for x in (predicted.pairs > 0, predicted.received, predicted.sent)
-        )
+        columns = (x[rank][predicted.taken[rank]] for x in (predicted.pairs > 0, predicted.received, predicted.sent))
         assert run == list(zip(*(x.tolist() for x in columns), strict=True))
 
 

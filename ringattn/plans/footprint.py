@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank
-from ringattn.plans.course import EXACT, Course
+from ringattn.plans.course import EXACT, Steps
 from ringattn.plans.plan import Plan
 from ringattn.plans.recipe import LONG, are_kept, backward_order
 
@@ -91,7 +91,7 @@ class Parts:
         self.nbytes, self.summed = np.where(of, self.whole, self.nbytes), np.maximum(self.summed, of)
 
 
-def peak(plan: Plan, shape: Shape, steps: Course, kernel: str, low_precision: bool, mostly_own: bool) -> float:
+def peak(plan: Plan, shape: Shape, steps: Steps, kernel: str, low_precision: bool, mostly_own: bool) -> float:
     """Bytes of the rank that holds most."""
     item, batch, groups = shape.itemsize, shape.batch, plan.groups_for(shape) if plan.swaps else 1
     heads, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
@@ -120,7 +120,7 @@ def peak(plan: Plan, shape: Shape, steps: Course, kernel: str, low_precision: bo
     return given + (most if plan.ulysses == 1 else exchanged(each, plan.ulysses, groups, most, shared))
 
 
-def bound(plan: Plan, shape: Shape, steps: Course) -> float:
+def bound(plan: Plan, shape: Shape, steps: Steps) -> float:
     """More than `peak` for any kernel: no tensor of queries, own keys or the keys of a step is held as often.
 
     A library may hold keys, and their gradients, for every query head.
@@ -131,17 +131,17 @@ def bound(plan: Plan, shape: Shape, steps: Course) -> float:
     return 8.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads)) + 3.0 * repeated
 
 
-def ringed(live: Live, each: Sizes, steps: Course) -> None:
+def ringed(live: Live, each: Sizes, steps: Steps) -> None:
     """Backward of one group of heads over a ring, phase by phase, as `ringattn.torch.attention.ring` carries it out."""
     of_queries, of_keys = each.queries * each.q, each.keys * each.kv
     live.take(each.prepared)
-    if steps.steps.count == 1:  # nothing travels, and nothing is added to the gradients
+    if steps.count == 1:  # nothing travels, and nothing is added to the gradients
         live.take(of_queries + of_keys + each.beside(each.queries, each.keys))
         return
     kept = keeps(each, steps)
     live.take(kept * steps.received[:, 1] * each.kv)
     dq, own = Parts(live, of_queries * each.exact, 1), Parts(live, of_keys * each.exact)
-    ends, arriving = [*steps.first[1:].tolist(), steps.steps.count], steps.received[:, steps.first]
+    ends, arriving = [*steps.first[1:].tolist(), steps.count], steps.received[:, steps.first]
     held, sums, nothing = np.full(len(steps.readers), each.keys), own, 0 * live.now
     # keys of another rank; sums that are sent; room for those that come with a block, and come home
     room, sent, passed_on, gone_home = nothing, nothing, nothing, nothing
@@ -154,7 +154,7 @@ def ringed(live: Live, each: Sizes, steps: Course) -> None:
             sums.total()
             passed_on = live.take(following * each.kv * each.exact)
             own.add(gone_home)
-            gone_home = live.take(steps.returned[:, p] * each.kv * each.exact)
+            gone_home = live.take(steps.returned[:, ends[p] - 1] * each.kv * each.exact)
             live.free(sent)
             sent = sums.nbytes
         live.free(room)
@@ -167,9 +167,9 @@ def ringed(live: Live, each: Sizes, steps: Course) -> None:
         live.free(parts.nbytes * share)
 
 
-def keeps(each: Sizes, steps: Course) -> bool:
+def keeps(each: Sizes, steps: Steps) -> bool:
     """Whether the keys that arrive are here since forward: `Recipe.keeps`."""
-    two = len(steps.hops) == 2 and not steps.hops.any()
+    two = steps.count == 2 and len(steps.first) == 1
     may = two and each.mostly_own and each.kernel == "fa4"
     return may and are_kept(each.queries, int(steps.received[:, 1].max()))
 
@@ -182,7 +182,7 @@ def largest(sizes: np.ndarray) -> list[int]:
 
 
 def of_phase(
-    live: Live, each: Sizes, steps: Course, which: range, dq: Parts, sums: Parts, held: np.ndarray, kept: bool
+    live: Live, each: Sizes, steps: Steps, which: range, dq: Parts, sums: Parts, held: np.ndarray, kept: bool
 ) -> None:
     """The steps while a block of `held` tokens is here, whose first is of that block; in the order of backward."""
     received, sent = steps.received, steps.sent
@@ -207,7 +207,7 @@ def of_phase(
     for s, following in zip(order, [*order[1:], which[0]], strict=True):
         upcoming, local = keys_of(following), s == which[0]
         if each.ours:
-            settle(steps.steps.taken[:, s])
+            settle(steps.taken[:, s])
         work = (steps.pairs[:, s] > 0) * (0.5 if halved and local else 1.0)
         queries, tokens = work * steps.queries[:, s], work * (held if local else received[:, s])
         new = (dq.summed == 0) * work * each.queries * each.q * each.exact if each.ours else queries * each.q

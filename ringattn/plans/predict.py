@@ -1,6 +1,6 @@
 """What a plan takes on a machine: seconds forward and backward, bytes over both kinds of links, memory.
 
-A `Course` is what the ranks of a ring do, step by step: the work of each step, and what must arrive before it, within a
+`Steps` are what the ranks of a ring do, step by step: the work of each step, and what must arrive before it, within a
 host and between hosts. A step starts when its keys are there and the one before it is
 done. Both kinds of links carry transfers one after the other, at the same time as the work:
 
@@ -20,7 +20,7 @@ import numpy as np
 from ringattn.masks.bands import work_of
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank, replicas
-from ringattn.plans.course import Course, Ring, course
+from ringattn.plans.course import Ring, Steps, course
 from ringattn.plans.footprint import bound, peak
 from ringattn.plans.machine import Machine
 from ringattn.plans.plan import Plan
@@ -151,7 +151,7 @@ def gathered_bytes(plan: Plan, machine: Machine, token: float) -> tuple[float, f
     return (plan.ring - 1) * block, far * block
 
 
-def arrivals(steps: Course, machine: Machine, token_bytes: np.ndarray, plan: Plan) -> np.ndarray:
+def arrivals(steps: Steps, machine: Machine, token_bytes: np.ndarray, plan: Plan) -> np.ndarray:
     """[reader, step]: when the keys of a step are there, if a token has so many bytes.
 
     Transfers follow each other on a link, which the GPUs of a host that send may share. A block that hops on waits for
@@ -159,27 +159,26 @@ def arrivals(steps: Course, machine: Machine, token_bytes: np.ndarray, plan: Pla
     """
     some, times, everyone = steps.received > 0, list[Any](), len(steps.readers) == plan.ring
     for link, rows, tokens in zip((machine.inside, machine.between), steps.kinds, steps.tokens, strict=True):
-        sending: Any = min(machine.gpus, plan.ring * plan.ulysses)
-        if link.sharing > 1 and everyone:
-            sending = np.ones(steps.shape)
-            np.maximum.at(sending, (steps.place(rows), rows.needed_at), steps.sending(rows))
-        times.append(link.transfer(tokens * token_bytes, sending))
+        most = min(machine.gpus, plan.ring * plan.ulysses)
+        times.append(
+            link.transfer(tokens * token_bytes, steps.sending(rows) if link.sharing > 1 and everyone else most)
+        )
     near, far = times
     late = np.where(steps.tokens[1] > 0, machine.between.latency, machine.inside.latency) * some
-    onward = (near + far + late)[:, steps.hops].max(0)
-    near[:, steps.hops], far[:, steps.hops], late[:, steps.hops] = 0, onward, 0
+    onward = (near + far + late)[:, steps.moves_on].max(0)
+    near[:, steps.moves_on], far[:, steps.moves_on], late[:, steps.moves_on] = 0, onward, 0
     return (np.maximum(np.cumsum(near, 1), np.cumsum(far, 1)) + late) * some
 
 
-def finished(steps: Course, arrival: np.ndarray, work: np.ndarray) -> float:
+def finished(steps: Steps, arrival: np.ndarray, work: np.ndarray) -> float:
     """When the last rank is done."""
-    if len(steps.first) == steps.steps.count:  # one waits for the other
+    if len(steps.first) == steps.count:  # one waits for the other
         work, arrival = work.max(0, keepdims=True), arrival.max(0, keepdims=True)
     later = np.cumsum(work[:, ::-1], axis=1)[:, ::-1]
     return float((arrival + later).max())
 
 
-def one_pass(plan: Plan, shape: Shape, steps: Course, machine: Machine, each: Pass, back: bool) -> Spent:
+def one_pass(plan: Plan, shape: Shape, steps: Steps, machine: Machine, each: Pass, back: bool) -> Spent:
     ranks = plan.ring * plan.ulysses
     sending = min(machine.gpus, ranks)
     gathers = plan.strategy == "gather" and plan.ring > 1  # all keys are there in one step
@@ -190,7 +189,7 @@ def one_pass(plan: Plan, shape: Shape, steps: Course, machine: Machine, each: Pa
         keys = gathered_bytes(plan, machine, each.token + each.returned)
         near, far, seconds = near + keys[0], far + keys[1], float(work.max())
     else:
-        token = np.where(steps.hops, each.token + each.summed, each.token + each.returned)
+        token = np.where(steps.moves_on, each.token + each.summed, each.token + each.returned)
         seconds = finished(steps, arrivals(steps, machine, token, plan), work)
         within, between = ((tokens * token).sum(1).max() for tokens in steps.tokens)
     if swap := machine.inside.transfer(near, sending) + machine.between.transfer(far, sending):
@@ -218,9 +217,9 @@ def predict(
     plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, machine: Machine, rates: Rates
 ) -> Cost:  # fmt: skip
     """What the plan takes on the machine, with a kernel of these rates."""
-    ring = Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts)
+    ring = Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts, machine.gpus)
     both = [
-        (course(ring, machine.gpus, blocks_at_once(plan, shape, machine, back)), machine,
+        (course(ring, blocks_at_once(plan, shape, machine, back)), machine,
          pass_of(plan, shape, spec, docs, machine, rates, back), back)
         for back in (False, True)
     ]  # fmt: skip

@@ -231,7 +231,7 @@ def play(
     ranks = plan.ring * plan.ulysses
     if plan.ring > LARGEST_RING:
         raise ValueError(f"ring={plan.ring}: rings of at most {LARGEST_RING} ranks are simulated; add Ulysses ranks")
-    ring = Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts)
+    ring = Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts, machine.gpus)
 
     def with_clock(clock: Clock | None, watched: Sequence[int]) -> Played:
         world, played, at = World(plan, machine, slow, clock), Played(watched), np.zeros((plan.ring, plan.ulysses))
