@@ -151,13 +151,12 @@ def test_a_batch_and_heads_may_be_cut_too(kind):
         ra.KVCache.allocate(plan, **sizes, cut=jax.sharding.PartitionSpec("ring", None, None))
 
 
-def test_rows_of_different_lengths_forks_and_what_was_saved():
+def test_rows_of_different_lengths_and_forks():
     q, k, v = tensors = draw(T=40)
     expected = ra.attention(*(x.double() for x in tensors))
     q, k, v = (jnp.asarray(x.numpy()) for x in tensors)
     cache = cache_of(k, v, ring=4)
     cache = cache.append(k[:, :30], v[:, :30]).truncate([17, 26])  # rejected: each row goes on from its own length
-    cache = cache_of(k, v, ring=4).load_state_dict(cache.state_dict())
     at = np.array([[17], [26]])
     rows = np.arange(2)[:, None]
     fork = cache.fork(3, max_len=50)
@@ -165,24 +164,6 @@ def test_rows_of_different_lengths_forks_and_what_was_saved():
     out, longer = ra.decode(*(jnp.repeat(x[rows, at], 3, axis=0) for x in (q, k, v)), fork)
     assert longer.lengths.tolist() == [18] * 3 + [27] * 3 and cache.lengths.tolist() == [17, 26]
     assert np.allclose(out, expected[rows, at].repeat_interleave(3, 0), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("state", "cache", "says"),
-    [
-        ({"window": 16, "room": 16}, {"window": 28, "room": 4}, "with window=16, this one's is 28"),
-        ({"window": 16, "room": 16}, {"max_len": 32}, "with window=16, this one's is None"),
-        ({}, {"max_len": 58}, "the state's rows hold up to 60 tokens, this cache max_len=58"),
-    ],
-)
-def test_a_state_of_another_cache_is_not_loaded(state, cache, says):
-    k, v = (jnp.asarray(x.numpy()) for x in draw(T=60)[1:])
-    full, other = cache_of(k, v, ring=2, **state), cache_of(k, v, ring=2, **cache)
-    for at in range(0, 60, 10):
-        full = full.append(k[:, at : at + 10], v[:, at : at + 10])
-    assert full.k.shape == other.k.shape  # that alone would let it pass
-    with pytest.raises(ValueError, match=says):
-        other.load_state_dict(full.state_dict())
 
 
 def test_sinks_take_part():
@@ -263,7 +244,6 @@ def test_wrong_arguments_are_errors_with_a_remedy():
         (lambda: cache.fork(0), "copies=0: at least 1"),
         (lambda: cache_of(k, v, max_len=2**31, window=4), "max_len=2147483648: JAX counts positions in 32 bits"),
         (lambda: ra.prefill(*mine, plan, cache, start="0"), "start='0': where the chunk begins"),
-        (lambda: cache.load_state_dict(None), "the state has no k, v, lengths, first, place, window"),
     ]:
         with pytest.raises(ValueError, match=says):
             call()
@@ -281,5 +261,3 @@ def test_wrong_arguments_are_errors_with_a_remedy():
         ra.prefill(*mine, small.plan, small)
     with pytest.raises(ValueError, match=r"8 tokens at once do not fit beside a window of 2; allocate\(room=8\)"):
         small.append(k, v)
-    with pytest.raises(ValueError, match="of 4 devices, in blocks of 4; this cache is of 2 devices"):
-        cache.load_state_dict(cache_of(k, v, ring=4).state_dict())

@@ -96,8 +96,6 @@ def weights_of(layer, state):
     ("name", "given"),
     [
         ("Attention", {"kv_heads": 2}),
-        pytest.param("GatedLinearAttention", {"convolution": 3}, marks=pytest.mark.slow),
-        pytest.param("GatedLinearAttention", {"gate": "head"}, marks=pytest.mark.slow),
         pytest.param("GatedDeltaNet", {"key_heads": 2}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Layers of Flax (nnx) over devices: attention, gated linear attention and the delta rule; needs flax.
+"""Layers of Flax (nnx) over devices: attention and the delta rule; needs flax.
 
 Their weights and results are those of the layers of the same names in `ringattn.nn`, for torch. Arrays are global, in
 the plan's order; without a plan in the sequence's own.
@@ -79,89 +79,14 @@ class Attention(nnx.Module):
     ) -> Array:
         """`positions` [T] or [B, T] are those of the sequence, unless they are given."""
         at = positions_of(x_BTC, plan) if positions is None else positions
-        q, k, v = (parted(f(x_BTC), self.head_dim) for f in (self.q, self.k, self.v))
+        q, k, v = (in_heads(f(x_BTC), self.head_dim) for f in (self.q, self.k, self.v))
         out = api.attention(
             rope(q, at, self.theta), rope(k, at, self.theta), v, plan, spec=self.spec, docs=docs
         )  # fmt: skip
         return self.out(out.reshape(*x_BTC.shape[:2], -1))
 
 
-class LinearLayer(nnx.Module):
-    """What layers of linear attention share. A subclass defines `gates`, `parted` and `finished`."""
-
-    def __init__(
-        self, d_model: int, heads: int, key_heads: int, key_dim: int | None, value_dim: int | None, convolution: int,
-        rngs: nnx.Rngs, how: dict[str, Any],
-    ):  # fmt: skip
-        if key_heads < 1 or heads % key_heads:
-            raise ValueError(f"key_heads={key_heads} must divide heads={heads}")
-        self.heads, self.value_dim = heads, head_size(d_model, heads, value_dim)
-        self.key_dim = max(1, d_model // heads // 2) if key_dim is None else key_dim
-        self.keys, self.values = key_heads * self.key_dim, heads * self.value_dim
-        self.qkv = linear(d_model, 2 * self.keys + self.values, rngs, **how)
-        self.convolution = convolution
-        if convolution:
-            shape = 2 * self.keys + self.values, convolution
-            self.mix = nnx.Param(jax.random.normal(rngs.params(), shape) * convolution**-0.5)
-        self.swish = linear(d_model, self.values, rngs, **how)
-        self.out = linear(self.values, d_model, rngs, **how)
-
-    def gates(self, x_BTC: Array) -> tuple[Array | None, Array | None]:
-        """The log decay and beta, in float32."""
-        raise NotImplementedError
-
-    def normed(self, out_BTHV: Array) -> Array:
-        raise NotImplementedError
-
-    def parted(self, mixed: Array) -> tuple[Array, Array, Array]:
-        """q, k [B, T, G, K] and v [B, T, H, V]."""
-        q, k, v = jnp.split(mixed, (self.keys, 2 * self.keys), -1)
-        return parted(q, self.key_dim), parted(k, self.key_dim), parted(v, self.value_dim)
-
-    def __call__(self, x_BTC: Array, plan: Plan | None = None, docs: Docs | None = None) -> Array:
-        mixed = self.qkv(x_BTC)
-        if self.convolution:
-            mixed = jax.nn.silu(causal_convolution(mixed, self.mix[...].astype(mixed.dtype), plan, docs))
-        log_decay, beta = self.gates(x_BTC)
-        out = api.linear_attention(*self.parted(mixed), log_decay, plan, beta=beta, docs=docs, check=False)
-        return self.out(self.normed(out).reshape(*x_BTC.shape[:2], -1) * jax.nn.silu(self.swish(x_BTC)))
-
-
-class GatedLinearAttention(LinearLayer):
-    """out(norm(linear_attention(qkv(x), log decay)) * swish(w x)).
-
-    The log decay is logsigmoid(up(down(x))) / temperature, one gate per key channel (gate="channel"), per head ("head")
-    or none (None).
-    """
-
-    def __init__(
-        self, d_model: int, heads: int, key_dim: int | None = None, value_dim: int | None = None,
-        gate: str | None = "channel", gate_rank: int = 16, temperature: float = 16.0, convolution: int = 0, *,
-        rngs: nnx.Rngs, **how: Any,
-    ):  # fmt: skip
-        if gate not in ("channel", "head", None):
-            raise ValueError(f"gate={gate!r}: choose 'channel', 'head' or None")
-        super().__init__(d_model, heads, heads, key_dim, value_dim, convolution, rngs, how)
-        self.gate, self.temperature = gate, temperature
-        if gate:
-            self.down = linear(d_model, gate_rank, rngs, **how)
-            self.up = nnx.Linear(gate_rank, self.keys if gate == "channel" else heads, rngs=rngs, **how)
-        self.weight, self.bias = (nnx.Param(f((heads, self.value_dim))) for f in (jnp.ones, jnp.zeros))
-
-    def gates(self, x_BTC: Array) -> tuple[Array | None, Array | None]:
-        if self.gate is None:
-            return None, None
-        g = jax.nn.log_sigmoid(exact(self.up(self.down(x_BTC)))) / self.temperature
-        return parted(g, self.key_dim) if self.gate == "channel" else g, None
-
-    def normed(self, out_BTHV: Array) -> Array:
-        """Each head with mean 0 and variance 1, scaled and shifted."""
-        x = exact(out_BTHV)
-        x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
-        return (x * self.weight[...] + self.bias[...]).astype(out_BTHV.dtype)
-
-
-class GatedDeltaNet(LinearLayer):
+class GatedDeltaNet(nnx.Module):
     """out(norm(linear_attention(q, k, v, log decay, beta)) * swish(w x)): the delta rule with a gate a head.
 
     As in Qwen3-Next: q and k have length 1 after the convolution, beta is sigmoid(b x), and the log decay is
@@ -172,26 +97,34 @@ class GatedDeltaNet(LinearLayer):
         self, d_model: int, heads: int, key_heads: int | None = None, key_dim: int | None = None,
         value_dim: int | None = None, convolution: int = 4, *, rngs: nnx.Rngs, **how: Any,
     ):  # fmt: skip
-        super().__init__(d_model, heads, key_heads or heads, key_dim, value_dim, convolution, rngs, how)
+        key_heads = key_heads or heads
+        if key_heads < 1 or heads % key_heads:
+            raise ValueError(f"key_heads={key_heads} must divide heads={heads}")
+        self.value_dim = head_size(d_model, heads, value_dim)
+        self.key_dim = max(1, d_model // heads // 2) if key_dim is None else key_dim
+        self.keys, values, self.convolution = key_heads * self.key_dim, heads * self.value_dim, convolution
+        self.qkv = linear(d_model, 2 * self.keys + values, rngs, **how)
+        if convolution:
+            shape = 2 * self.keys + values, convolution
+            self.mix = nnx.Param(jax.random.normal(rngs.params(), shape) * convolution**-0.5)
+        self.swish, self.out = linear(d_model, values, rngs, **how), linear(values, d_model, rngs, **how)
         self.beta, self.decay = linear(d_model, heads, rngs, **how), linear(d_model, heads, rngs, **how)
         self.log_rate = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)))
         self.bias, self.weight = nnx.Param(jnp.ones(heads)), nnx.Param(jnp.ones(self.value_dim))
 
-    def gates(self, x_BTC: Array) -> tuple[Array | None, Array | None]:
-        g = -jax.nn.softplus(exact(self.decay(x_BTC)) + self.bias[...]) * jnp.exp(self.log_rate[...])
-        return g, jax.nn.sigmoid(exact(self.beta(x_BTC)))
-
-    def parted(self, mixed: Array) -> tuple[Array, Array, Array]:
-        """q, k [B, T, G, K] of length 1 and v [B, T, H, V]."""
-        q, k, v = super().parted(mixed)
+    def __call__(self, x_BTC: Array, plan: Plan | None = None, docs: Docs | None = None) -> Array:
+        mixed = self.qkv(x_BTC)
+        if self.convolution:
+            mixed = jax.nn.silu(causal_convolution(mixed, self.mix[...].astype(mixed.dtype), plan, docs))
+        q, k, v = jnp.split(mixed, (self.keys, 2 * self.keys), -1)
+        q, k, v = in_heads(q, self.key_dim), in_heads(k, self.key_dim), in_heads(v, self.value_dim)
         q, k = (x * jax.lax.rsqrt((exact(x) ** 2).sum(-1, keepdims=True) + 1e-6).astype(x.dtype) for x in (q, k))
-        return q, k, v
-
-    def normed(self, out_BTHV: Array) -> Array:
-        """Each head of mean square 1, scaled."""
-        x = exact(out_BTHV)
-        x = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6)
-        return (x * self.weight[...]).astype(out_BTHV.dtype)
+        g = -jax.nn.softplus(exact(self.decay(x_BTC)) + self.bias[...]) * jnp.exp(self.log_rate[...])
+        beta = jax.nn.sigmoid(exact(self.beta(x_BTC)))
+        out = exact(api.linear_attention(q, k, v, g, plan, beta=beta, docs=docs, check=False))
+        out = out * jax.lax.rsqrt((out**2).mean(-1, keepdims=True) + 1e-6) * self.weight[...]
+        out = out.astype(v.dtype).reshape(*x_BTC.shape[:2], -1)
+        return self.out(out * jax.nn.silu(self.swish(x_BTC)))
 
 
 def linear(inputs: int, outputs: int, rngs: nnx.Rngs, **how: Any) -> nnx.Linear:
@@ -205,7 +138,7 @@ def head_size(d_model: int, heads: int, given: int | None) -> int:
     return d_model // heads if given is None else given
 
 
-def parted(x: Array, size: int) -> Array:
+def in_heads(x: Array, size: int) -> Array:
     """[B, T, heads * size] -> [B, T, heads, size]."""
     return x.reshape(*x.shape[:-1], -1, size)
 

@@ -238,11 +238,11 @@ def score_of(recipe: SharedRecipe) -> Score:
     (kernel, problem), spec = recipe.chosen, recipe.mask.spec
     loaded: JaxKernel = over_families_in_jax(kernel.load())
     given = {"scale": spec.scale_for(problem.head_dim), "softcap": spec.softcap, **loaded.options(problem)}
-    whole: Callable[..., Any] = partial(loaded.attend_backward, **given)
-    halves: Callable[..., Any] | None = loaded.halves and partial(loaded.halves, **given)
+    backward = [f and partial(f, **given) for f in (loaded.attend_backward, loaded.halves)]
     if not loaded.plain:
         refuse_automatic(kernel.name)
-        whole, halves = once(kernel.name, whole), halves and once(kernel.name, halves)
+        backward = [f and once(kernel.name, f, "make the plan with kernel='reference'") for f in backward]
+    whole, halves = backward
     return Score(partial(loaded.attend, **given), whole, loaded.prepare, halves)
 
 
@@ -259,18 +259,15 @@ def refuse_automatic(kernel: str) -> None:
         )
 
 
-def once(kernel: str, attend_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same gradients, which refuse to be differentiated."""
+def once(kernel: str, function: Callable[..., Any], instead: str) -> Callable[..., Any]:
+    """The same function, which refuses to be differentiated."""
 
     @jax.custom_jvp
-    def gradients(given: tuple[Any, ...], sums: dict[str, Any]) -> Any:
-        return attend_backward(*given, **sums)
+    def call(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return function(*given, **named)
 
-    @gradients.defjvp
-    def again(*_: Any) -> Any:
-        raise NotImplementedError(
-            f"kernel={kernel!r} has first derivatives only; for those of higher order make the plan with "
-            "kernel='reference'"
-        )
+    @call.defjvp
+    def refused(*_: Any) -> Any:
+        raise NotImplementedError(f"kernel={kernel!r} has first derivatives only; for those of higher order {instead}")
 
-    return lambda *given, **sums: gradients(given, sums)
+    return lambda *given, **named: call(given, named)

@@ -12,7 +12,7 @@ A cache is a pytree whose lengths are traced: a decode loop is compiled once. Gi
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,15 +29,13 @@ from ringattn.check.cache import (
     each,
     of_back,
     of_fork,
-    of_loaded,
     of_new,
     of_room,
-    of_saved,
     of_truncated,
 )
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
-from ringattn.jax.sharding import batch_axes, check_context, moved, names_of, sequence_axes
+from ringattn.jax.sharding import batch_axes, check_context, moved, names_of, over_mesh, sequence_axes
 from ringattn.masks.spec import raise_if
 from ringattn.plans.plan import LARGEST_POSITION, Plan
 from ringattn.serving import Heads, Moves, Stripes, prefill_moves
@@ -123,25 +121,6 @@ class KVCache(serving.KVCache):
         slots = slots_for(max_len, self.most, self.stripes)  # more than before only if no slot was used twice
         return replace(over_devices(Fork(copies, slots), self, (), ())[0], max_len=max_len)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The cache's arrays, and how they are spread over devices."""
-        return {**{name: getattr(self, name) for name in ARRAYS}, "place": self.place, "window": self.window}
-
-    def load_state_dict(self, state: dict[str, Any]) -> "KVCache":
-        """The cache with a state that was saved from the same number of devices."""
-        raise_if(of_saved(state, *ARRAYS, "place", "window"))
-        if tuple(state["place"]) != self.place:
-            names = "{} devices, in blocks of {}"
-            raise ValueError(
-                f"the state is of {names.format(*state['place'])}; this cache is of {names.format(*self.place)}"
-            )
-        raise_if(of_loaded(state, self, at_hand(jnp.asarray(state["lengths"]))))
-        return replace(self, **{name: jax.device_put(state[name], getattr(self, name).sharding) for name in ARRAYS})
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.stripes.ranks, self.stripes.block
-
     def moves(self, plan: Plan, heads: int) -> Moves:
         """What will travel when a chunk under `plan` attends to this cache, as if it were full, and what that costs."""
         road = plan.machine, plan.link, plan.device != "cpu"
@@ -172,9 +151,6 @@ class KVCache(serving.KVCache):
     def __repr__(self) -> str:
         lengths = "traced" if self.concrete_lengths is None else self.concrete_lengths.tolist()
         return f"KVCache(lengths {lengths} of {self.max_len}, over {self.stripes.ranks} ranks)"
-
-
-ARRAYS = ("k", "v", "lengths", "first")
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh | None, spec: P) -> Array:
@@ -275,30 +251,23 @@ def over_devices(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[A
     Gives the cache and the result, which is cut as `cut` is, or the same on all devices if nothing is.
     """
     if not isinstance(cache.plan.ring_axis, MeshAxis):
-        return undifferentiated(work)(cache, *cut, *whole)
+        return undifferentiated(work, cache, cut, whole)
     check_context(cache.plan)
-    specs = spec_of(cache.cut, sequence_axes(cache.plan)), spec_of(cache.cut, ())
-    return program(work, cache.plan.ring_axis.mesh, *specs)(cache, cut, whole)
+    tokens, everyone, rows = spec_of(cache.cut, sequence_axes(cache.plan)), spec_of(cache.cut, ()), P(cache.cut[0])
+    cached = jax.tree.unflatten(jax.tree.structure(cache), (tokens, tokens, rows, rows))
+    each = tuple(P(tokens[2]) if x is not None and x.ndim == 1 else everyone for x in whole)  # sinks are of heads
+    given, results = (cached, (tokens,) * len(cut), each), (cached, tokens if cut else everyone)
+    program = over_mesh(undifferentiated, work, cache.plan.ring_axis.mesh, given, results, free=False, check_vma=False)
+    made: tuple[KVCache, Any] = program(cache, cut, whole)
+    return made
 
 
-@lru_cache(maxsize=128)
-def program(work: Any, mesh: Mesh, tokens: P, everyone: P) -> Any:
-    rows = P(tokens[0])
+def undifferentiated(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[KVCache, Any]:
+    """`work(cache, *cut, *whole)`, whose gradient is refused."""
 
-    def call(cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[KVCache, Any]:
-        cached = jax.tree.unflatten(jax.tree.structure(cache), (tokens, tokens, rows, rows))
-        each = jax.tree.map(lambda x: P(tokens[2]) if x.ndim == 1 else everyone, whole)  # sinks are of heads
-        inner = jax.shard_map(
-            lambda cache, cut, whole: work(cache, *cut, *whole), mesh=mesh,
-            in_specs=(cached, tokens, each), out_specs=(cached, tokens if cut else everyone), check_vma=False,
-        )  # fmt: skip
-        return inner(cache, cut, jax.tree.map(lambda x, spec: moved(x, NamedSharding(mesh, spec)), whole, each))
-
-    return jax.jit(undifferentiated(call))
-
-
-def undifferentiated(call: Any) -> Any:
-    """The same function, whose gradient is refused."""
+    @jax.custom_vjp
+    def call(cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> Any:
+        return work(cache, *cut, *whole)
 
     def refused(*_: Any) -> Any:
         raise NotImplementedError(
@@ -306,6 +275,6 @@ def undifferentiated(call: Any) -> Any:
             "what needs no gradient here through jax.lax.stop_gradient"
         )
 
-    without = jax.custom_vjp(call)
-    without.defvjp(lambda *given: (call(*given), None), refused)
-    return without
+    call.defvjp(lambda *given: (call(*given), None), refused)
+    made: tuple[KVCache, Any] = call(cache, cut, whole)
+    return made

@@ -18,7 +18,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ringattn.jax.attention.function import real_tokens
-from ringattn.jax.attention.steps import local_positions, numbered
+from ringattn.jax.attention.steps import local_positions, numbered, once
 from ringattn.jax.attention.ulysses import cleared
 from ringattn.jax.linear.documents import Documents
 from ringattn.jax.linear.states import KEPT, exchange, summed
@@ -158,7 +158,7 @@ def computed(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | No
 
 
 def computed_forward(call: Call, arrays: Arrays, starts: Any) -> tuple[Any, Any]:
-    out, end, before = in_two_passes(call, True, arrays, starts)
+    out, end, before = once("pallas", partial(in_two_passes, call, True), "use kernel='chunkwise'")(arrays, starts)
     return (out, end), (arrays, starts, checkpoint_name(before, KEPT))
 
 
@@ -171,7 +171,6 @@ def computed_backward(call: Call, saved: Any, given: Any) -> tuple[Any, None]:
 computed.defvjp(computed_forward, computed_backward)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def in_two_passes(call: Call, keep: bool, arrays: Arrays, starts: Any) -> tuple[Array, Array | None, Array | None]:
     """Output, the state behind all (if asked for), and if kept the states before chunks.
 
@@ -187,13 +186,6 @@ def in_two_passes(call: Call, keep: bool, arrays: Arrays, starts: Any) -> tuple[
     out, end, *kept = pallas.outputs(rows, before, call.scale, keep, interpret)
     end = summed(end, plan) if behind is None else behind
     return x.back(out), end if call.returned else None, kept[0] if kept else None
-
-
-@in_two_passes.defjvp
-def no_second_derivatives(call: Call, keep: bool, *_: Any) -> Any:
-    raise NotImplementedError(
-        "kernel='pallas' has first derivatives only, in reverse mode; for others use kernel='chunkwise'"
-    )
 
 
 def rows_of(x: Array, parts: int) -> Array:
