@@ -26,7 +26,7 @@ from ringattn.masks.bands import work_of
 from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 
 Shard = tuple[range, ...]
-FEW = 4  # ranges: of more of them, which do not interleave, the one of a position is looked up
+RANGES_SUMMED = 4  # of more ranges, which do not interleave, the one of a position is looked up
 
 
 def block(whole: tuple[int, int], count: int, i: int) -> range:
@@ -223,7 +223,7 @@ def count_below(shard: Shard, position: Any) -> Any:
 
     Works on numpy arrays, tensors and traced arrays.
     """
-    if len(shard) > FEW and shard[0].step == 1 and isinstance(position, np.ndarray):
+    if len(shard) > RANGES_SUMMED and shard[0].step == 1 and isinstance(position, np.ndarray):
         edges = np.array([(r.start, r.stop) for r in shard]).ravel()
         counts = np.cumsum(np.diff(edges, prepend=edges[0]) * (np.arange(len(edges)) % 2))
         return np.interp(position, edges, counts).astype(np.int64)

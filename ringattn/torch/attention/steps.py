@@ -18,7 +18,7 @@ from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.protocol import Disjoint, TorchKernel
 from ringattn.kernels.rows import EVERY, NONE, OF_KEYS, OF_QUERIES, Rows
 from ringattn.kernels.total import Total
-from ringattn.layouts.layout import FEW, Shard, count_below
+from ringattn.layouts.layout import RANGES_SUMMED, Shard, count_below
 from ringattn.masks.bands import Runs
 from ringattn.plans.mask import Mask
 from ringattn.plans.recipe import Sight
@@ -186,7 +186,7 @@ def local(seen: list[tuple[Any, Any]], shard: Shard, device: torch.device, recta
 
 def below(shard: Shard, position: Any) -> Any:
     """`count_below`, of many ranges on a device by a look-up too."""
-    if isinstance(position, np.ndarray) or len(shard) <= FEW:
+    if isinstance(position, np.ndarray) or len(shard) <= RANGES_SUMMED:
         return count_below(shard, position)
     edges = torch.tensor([(r.start, r.stop) for r in shard], device=position.device).T
     before = torch.nn.functional.pad((edges[1] - edges[0]).cumsum(0), (1, 0))
