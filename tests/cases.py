@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,32 +147,35 @@ def check(ranks: list[dict[str, Any]], exact: dict[str, Tensor], limits: Any, wh
         assert value <= limit, f"{what}: {name} is off by {value:.2e} (limit {limit:.1e}) {each or ''}"
 
 
-Call = tuple[Case, dict[str, Any], dict[str, Tensor]]  # with what goes in, and what must come out
+class Call(NamedTuple):
+    """A case, what goes in, what must come out, and further words for the plan."""
+
+    case: Case
+    given: dict[str, Any]
+    exact: dict[str, Tensor]
+    way: dict[str, Any] = {}  # noqa: RUF012
 
 
-def attention(case: Case) -> Call:
+def attention(case: Case, **way: Any) -> Call:
     given = oracle.inputs(case, torch.float32)
-    return case, given, oracle.dense(case, given)
+    return Call(case, given, oracle.dense(case, given), way)
 
 
-def by_process(calls: list[Callable[[], Call]], ways: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
-    """What this process found of each call in each way."""
+def by_process(calls: list[Callable[[], Call]]) -> list[dict[str, Any]]:
+    """What this process found of each call."""
     results = []
-    for (case, given, exact), way in product([make() for make in calls], ways):
+    for case, given, exact, way in (make() for make in calls):
         mesh = ra.init_mesh(ring=case.ring, ulysses=case.ulysses, device_type="cpu")
         results.append(found(case, mesh, given, exact, **way))
     return results
 
 
-def check_processes(
-    ranks: int, calls: list[Callable[[], Call]], limit: float, *ways: dict[str, Any], through: Any = None
-) -> None:  # fmt: skip
-    """Each call in each way, further words of its plan, over processes that are started once; `through` a function."""
-    ways = ways or ({},)
+def check_processes(ranks: int, calls: list[Callable[[], Call]], limit: float, through: Any = None) -> None:
+    """All calls over processes that are started once; `through` a function."""
     task = (by_process, ranks) if through is None else (through, ranks, by_process)
-    results = run_processes(*task, calls, ways)
-    for i, (make, way) in enumerate(product(calls, ways)):
-        case, _, exact = make()
+    results = run_processes(*task, calls)
+    for i, make in enumerate(calls):
+        case, _, exact, way = make()
         check([each[i] for each in results], exact, limit, f"{case} {way}")
 
 
@@ -260,4 +263,4 @@ def linear(
 ) -> Call:  # fmt: skip
     given, (ring, ulysses, layout) = inputs(T, gate, dtype, **rule), place
     case = case_of(given, lengths, ring=ring, ulysses=ulysses, layout=layout, words={"scan": scan})
-    return case, given, truth(T, gate, lengths, dtype, **rule)
+    return Call(case, given, truth(T, gate, lengths, dtype, **rule))

@@ -7,8 +7,6 @@ import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
 from ringattn.launch.processes import run as run_processes
 from ringattn.plans.machine import load
-from ringattn.torch import agree, bind, check
-from ringattn.torch.linear import call as linear
 
 
 @pytest.fixture
@@ -44,30 +42,6 @@ def test_new_documents_are_no_new_kind_of_call(function, exchanged):
 
     run(one_rank, ring=2)
     assert len(exchanged) == 2  # each rank once
-
-
-@pytest.mark.parametrize(("function", "module"), [(ra.attention, check), (ra.linear_attention, linear)])
-def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, module, exchanged, monkeypatch):
-    looked: list[object] = []
-    problem = module.problem
-    monkeypatch.setattr(module, "problem", lambda *call: looked.append(call) or problem(*call))
-    monkeypatch.setattr(agree, "MOST", 5)
-    monkeypatch.setattr(bind, "FEW", 3)
-
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=16)
-        for step in (0, 0, 1, 0, 1):
-            function(*qkv(), plan=plan, docs=lengths(step))
-        with pytest.raises(ValueError, match="docs describes 3 rows, the batch has 1"):
-            function(*qkv(), plan=plan, docs=ra.Docs.from_lengths([[16]] * 3))
-        for step in range(2, 6):
-            function(*qkv(), plan=plan, docs=lengths(step))
-        assert len(plan.agreed) == 1 and len(plan.calls) == 3  # five of it, and it remembers three
-        for batch in range(1, 6):
-            function(*qkv(batch=batch), plan=plan)
-
-    run(one_rank, ring=2)
-    assert len(looked) == 2 * (2 + 1 + 4 + 5)
 
 
 @pytest.mark.parametrize("call", ["unshard", "roll"])

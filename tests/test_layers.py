@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("masks", "layouts", "steps", "plans", "check")  # plain Python; each may import those before it
+PLANS_TOO = ["ringattn.kernels", "ringattn.comms.axis"]
 
 
 def imports(path: Path) -> set[str]:
@@ -30,61 +31,56 @@ def ours(path: Path) -> set[str]:
 
 
 def python_files(folder: str) -> list[Path]:
-    return sorted(p for p in (ROOT / folder).rglob("*.py") if not p.is_symlink())
+    return sorted(
+        p for p in [*(ROOT / folder).rglob("*.py"), ROOT / folder] if p.suffix == ".py" and not p.is_symlink()
+    )
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def within(name: str, *allowed: str) -> bool:
     return any(name == a or name.startswith(f"{a}.") for a in allowed)
 
 
-def test_comms_import_nothing_of_the_project_but_comms():
-    for path in python_files("comms"):
-        wrong = [n for n in ours(path) if not within(n, "ringattn.comms")]
+FRAMEWORKS = "torch", "triton", "jax"
+ROOM = "ringattn.{}".format
+ALLOWED = {  # folder: the modules of ours that it may import, and what else it must not
+    "comms": ([ROOM("comms")], ()),
+    "kernels": (["ringattn", ROOM("kernels"), ROOM("masks")], ()),
+    **{
+        f"ringattn/{room}": (["ringattn", *map(ROOM, ROOMS[: i + 1]), *PLANS_TOO * (room == "plans")], FRAMEWORKS)
+        for i, room in enumerate(ROOMS)
+    },
+}
+FORBIDDEN = {  # module: the folders that must not import it
+    "ringattn.launch": ("ringattn", "comms", "kernels", "conf"),
+    "tests": ("ringattn", "comms", "kernels", "conf", "launch"),
+    "ringattn.compat": ("ringattn", "launch"),
+    "ringattn.models": tuple(
+        f"ringattn/{room}" for room in (*ROOMS, "torch", "jax", "api.py", "choosing.py", "serving.py")
+    ),
+    "ringattn.jax": ("ringattn/torch",),
+    "ringattn.torch": ("ringattn/jax",),
+}
+EXCEPT = {"ringattn/__main__.py", "ringattn/masks/segment_ids.py"}  # starts a command; takes arrays of JAX
+
+
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_rooms_import_only_those_below_them(folder):
+    allowed, frameworks = ALLOWED[folder]
+    for path in python_files(folder):
+        wrong = [n for n in ours(path) if not any(n == a or (within(n, a) and a != "ringattn") for a in allowed)]
+        wrong += [n for n in imports(path) if within(n, *frameworks)] * (name_of(path) not in EXCEPT)
         assert not wrong, f"{path} imports {wrong}"
 
 
-def test_kernels_import_only_kernels_and_spec():
-    for path in python_files("kernels"):
-        wrong = [n for n in ours(path) if not within(n, "ringattn.kernels", "ringattn.masks") and n != "ringattn"]
-        assert not wrong, f"{path} imports {wrong}"
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_plain_rooms_import_only_those_below_them_and_no_framework(room):
-    below = [f"ringattn.{each}" for each in ROOMS[: ROOMS.index(room) + 1]]
-    below += ["ringattn.kernels", "ringattn.comms.axis"] * (room == "plans")
-    for path in python_files(f"ringattn/{room}"):
-        wrong = [n for n in ours(path) if not within(n, *below) and n != "ringattn"]
-        assert not wrong, f"{path} imports {wrong}"
-        assert not {n.split(".")[0] for n in imports(path)} & {"torch", "triton"}, path
-        assert path.name == "segment_ids.py" or "jax" not in {n.split(".")[0] for n in imports(path)}, path
-
-
-def test_nobody_below_imports_launch_or_tests():
-    for folder in ("ringattn", "comms", "kernels", "conf"):
-        for path in python_files(folder):
-            if path.name == "__main__.py":
-                continue
-            assert not [n for n in imports(path) if within(n, "ringattn.launch", "tests")], path
-
-
-def test_nobody_imports_the_modules_with_other_libraries_names():
-    for path in (p for folder in ("ringattn", "launch") for p in python_files(folder)):
-        if "compat" not in path.relative_to(ROOT).parts:
-            assert not [n for n in imports(path) if within(n, "ringattn.compat")], path
-
-
-def test_models_stand_above_all_but_the_public_names_and_launch():
-    for path in python_files("ringattn"):
-        room, *_ = path.relative_to(ROOT / "ringattn").parts
-        if room not in ("models", "compat", "__init__.py"):
-            assert not [n for n in imports(path) if within(n, "ringattn.models")], path
-
-
-def test_torch_and_jax_do_not_import_each_other():
-    for mine, other in (("torch", "jax"), ("jax", "torch")):
-        for path in python_files(f"ringattn/{mine}"):
-            assert not [n for n in imports(path) if within(n, f"ringattn.{other}")], path
+@pytest.mark.parametrize("module", FORBIDDEN)
+def test_nobody_below_imports_what_stands_above(module):
+    for path in (p for folder in FORBIDDEN[module] for p in python_files(folder)):
+        mine = within(name_of(path).removesuffix(".py").replace("/", "."), module) or name_of(path) in EXCEPT
+        assert mine or not [n for n in imports(path) if within(n, module)], path
 
 
 def test_configuration_and_environment_stop_at_launch():

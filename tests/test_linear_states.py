@@ -37,7 +37,7 @@ RULES = ({}, {"beta": True, "key_heads": 1})
 
 
 def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, scan="auto", **rule):
-    case, given, exact = linear(place, gate, lengths, T, dtype, scan, states=states_of(lengths), **rule)
+    case, given, exact, _ = linear(place, gate, lengths, T, dtype, scan, states=states_of(lengths), **rule)
     check_found(on_threads(case, given, exact), exact, limit, f"{case} {rule}")
 
 
@@ -237,5 +237,5 @@ def test_ranks_that_ask_for_other_states_are_named():
 def test_the_gpu_kernels_serve_documents_with_states(lengths, rule):
     """In the interpreter where there is no GPU: they get rows without documents."""
     pytest.importorskip("triton")
-    case, given, exact = linear((1, 1, "auto"), "head", lengths, sum(lengths[0]), torch.float32, states=6, **rule)
+    case, given, exact, _ = linear((1, 1, "auto"), "head", lengths, sum(lengths[0]), torch.float32, states=6, **rule)
     check_found(on_threads(case, given, exact, kernel="triton"), exact, 2e-6, case)

@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ GROUPS = {
 }
 
 
-def check(ranks: int, cases: list[Case], *ways: dict[str, Any], through: Any = None) -> None:
-    check_processes(ranks, [partial(attention, case) for case in cases], 2e-6, *ways, through=through)
+def check(ranks: int, cases: list[Case], through: Any = None) -> None:
+    check_processes(ranks, [partial(attention, case) for case in cases], 2e-6, through)
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
@@ -46,16 +47,14 @@ def test_equals_dense_float64_over_the_groups_that_users_have():
     check(4, GROUPS[4], through=as_users_have_it)
 
 
-def test_other_ways_to_bring_keys_equal_it_too():
-    cases = [c for c in FEW if c.ring == 4 and c.strategy == "ring"]
-    assert len(cases) > 2
-    check(4, cases, {"route": "direct", "together": 3}, {"route": "levels", "hosts": 2})
-
-
-def test_heads_in_groups_equal_it_too():
-    cases = [replace(KINDS["all_at_once"], ring=2, ulysses=2, strategy=strategy) for strategy in ("ring", "gather")]
-    cases += [replace(KINDS["all_at_once"], ring=1, ulysses=4, strategy="ulysses")]  # they share a rank's only key head
-    check(4, cases, {"groups": 2})
+def test_other_ways_to_bring_keys_and_heads_in_groups_equal_it_too():
+    rings = [c for c in FEW if c.ring == 4 and c.strategy == "ring"]
+    assert len(rings) > 2
+    grouped = [replace(KINDS["all_at_once"], ring=2, ulysses=2, strategy=strategy) for strategy in ("ring", "gather")]
+    grouped += [replace(KINDS["all_at_once"], ring=1, ulysses=4, strategy="ulysses")]  # sharing a rank's only key head
+    calls = product(rings, ({"route": "direct", "together": 3}, {"route": "levels", "hosts": 2}))
+    calls = [partial(attention, case, **way) for case, way in (*calls, *product(grouped, [{"groups": 2}]))]
+    check_processes(4, calls, 2e-6)
 
 
 def one_rank_has_a_longer_q() -> None:
