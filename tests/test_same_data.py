@@ -55,8 +55,8 @@ def test_now_and_then_is_not_never(transport):
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=T)
         with pytest.raises(ValueError, match="different sequences"):
-            for i in range(same_data.EVERY + 2):
-                step(plan, tokens(i + 100 * (i >= same_data.FIRST) * mesh.rank))
+            for i in range(same_data.INTERVAL + 2):
+                step(plan, tokens(i + 100 * (i >= same_data.FIRST_STEPS) * mesh.rank))
 
     run(one_rank, ring=2, timeout=20)
 
@@ -86,7 +86,7 @@ def test_what_is_no_other_sequence_goes_on(transport):
             step(plan, tokens(mesh.rank), compare=False)
             step(plan, torch.rand(1, T))
             if mesh.rank == 1:
-                for _ in range(2 * same_data.MOST):
+                for _ in range(2 * same_data.MAX_CHECKSUMS):
                     plan.shard(tokens(i))
             step(plan, tokens(i))
 

@@ -3,6 +3,7 @@
 import zlib
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -10,10 +11,9 @@ from ringattn.plans.plan import Plan
 from ringattn.torch import same_data
 from ringattn.torch.same_data import Place, named
 
-MOST = 1024  # kinds of calls that a plan remembers
+MAX_KINDS = 1024  # of calls that a plan remembers
 
 Words = dict[str, str]
-Entry = dict[str, Any]  # one rank's words, its place on its axes, and its problem
 
 
 def describe(
@@ -45,26 +45,23 @@ def agree(plan: Plan, words: Words, problem: str | None = None, has: str | None 
     the others do not wait for them, and documents that differ between ranks are not noticed. `has` is what the kernels
     that this rank selects follow from; it may differ.
     """
-    ring, ulysses = plan.ring_axis, plan.ulysses_axis
-    alone, kind = ring.size * ulysses.size == 1, kind_of(words)
+    alone, kind = plan.ring * plan.ulysses == 1, kind_of(words)
     if problem and (alone or plan.agreed):
         raise ValueError(problem)
     if alone or kind in plan.agreed:
         return
     try:
-        taken = [int(each) for each in same_data.taken(plan)]  # waits for the device
-        mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken, "has": has}
-        entries = together(ulysses.exchange_words(together(ring.exchange_words([mine]))))
+        mine = {"words": words, "problem": problem, "taken": same_data.taken(plan), "has": has}
+        everyone = exchanged(plan, mine)
     except (RuntimeError, OSError) as error:
         if problem:
             raise ValueError(problem) from error
         raise
-    everyone = {(entry["at"][0], entry["at"][1]): entry for entry in entries}
     complain({place: entry["problem"] for place, entry in everyone.items() if entry["problem"]}, len(everyone))
-    same_data.judge({place: tuple(entry["taken"]) for place, entry in everyone.items()})  # may be why words differ
+    same_data.judge({place: entry["taken"] for place, entry in everyone.items()})  # may be why words differ
     compare({place: entry["words"] for place, entry in everyone.items()})
     if has is not None:
-        plan.axes.alike = all(entry["has"] == has for entry in entries)
+        plan.axes.alike = all(entry["has"] == has for entry in everyone.values())
     remember(plan, kind)
 
 
@@ -75,9 +72,23 @@ def refuse(problem: str, plan: Any) -> NoReturn:
     raise ValueError(problem)
 
 
-def together(parts: list[list[Entry]]) -> list[Entry]:
-    """The entries that several ranks collected, as one list."""
-    return [entry for entries in parts for entry in entries]
+def exchanged(plan: Plan, mine: Any) -> dict[Place, Any]:
+    """The small Python values of all ranks."""
+    values: Any = mine
+    for axis in (plan.ring_axis, plan.ulysses_axis):
+        values = axis.exchange_words(values)
+    return {(r, u): x for u, of_ring in enumerate(values) for r, x in enumerate(of_ring)}
+
+
+def compare_data(plan: Plan) -> None:
+    """Count a step of training. Where ranks do not compare every call, they compare the data of some steps."""
+    if torch.compiler.is_compiling() or plan.ring * plan.ulysses == 1:
+        return
+    seen = same_data.seen_of(plan)
+    due = seen.due and not watched(plan)
+    seen.steps += 1
+    if due:
+        same_data.judge(exchanged(plan, same_data.taken(plan)))
 
 
 def kind_of(words: Words) -> tuple[Any, ...]:
@@ -94,7 +105,7 @@ def remember(plan: Plan, kind: Any) -> None:
     """
     if watched(plan):
         return
-    if len(plan.agreed) >= MOST:
+    if len(plan.agreed) >= MAX_KINDS:
         plan.agreed.clear()
     plan.agreed.add(kind)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringattn.masks.spec import AttentionSpec
 
-MOST, FEW = 64, 12  # the most bound calls that are cached for a plan: without documents, and with
+MAX_CALLS, MAX_PACKED = 64, 12  # bound calls that are cached for a plan: without documents, and with
 CAUSAL = AttentionSpec()  # the default
 TYPES = Tensor, torch.nn.Parameter  # of tensors that run outside of ops
 
@@ -50,7 +50,7 @@ def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
     Calls with documents keep two numbers per token on the device, and each batch has other documents.
     """
     packed = call.docs is not None
-    most = FEW if packed else MOST
+    most = MAX_PACKED if packed else MAX_CALLS
     same = [old for old, kept in list(calls.items()) if (kept.docs is not None) == packed]
     for old in same[: max(0, len(same) + 1 - most)]:
         calls.pop(old, None)

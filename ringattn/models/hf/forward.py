@@ -25,8 +25,7 @@ from ringattn.models.hf.positions import counted
 from ringattn.models.hf.refusals import LOSSES, accepted, refuse_other_attention
 from ringattn.models.hf.targets import changed, targets_of, wanted, with_loss
 from ringattn.plans.plan import Plan
-from ringattn.torch.agree import watched
-from ringattn.torch.same_data import compare_data
+from ringattn.torch.agree import compare_data
 
 
 @torch.compiler.disable(recursive=False)
@@ -167,7 +166,7 @@ def local_inputs(
     else:
         given, later = of_text(self, x, own if positions is None else positions, one_row, Call(plan, where)), None
     if labels is None:
-        compare_data(plan, watched(plan))
+        compare_data(plan)
     return one_row.plan if one_row else plan, {**given, "use_cache": False, **accepted(kwargs)}, later
 
 

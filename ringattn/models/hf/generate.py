@@ -26,7 +26,7 @@ from ringattn.models.hf.refusals import accepted, refuse_other_attention
 from ringattn.plans.plan import Plan
 from ringattn.serving import KVCache
 from ringattn.torch import same_data
-from ringattn.torch.agree import watched
+from ringattn.torch.agree import compare_data
 
 FEW = 16  # more new tokens than this are spread over ranks
 LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample")  # of transformers, whose caches only grow
@@ -128,7 +128,7 @@ def with_cache(
     spread, plan = self.ringattn, cache.plan
     if spread.compare and name == "input_ids":
         same_data.note(tokens, plan)
-        same_data.compare_data(plan, watched(plan))
+        compare_data(plan)
     padding = padding_of(attention_mask, cache, B, n)
     if any(layer.room() < n for layer in cache.layers.values()):
         raise ValueError(
