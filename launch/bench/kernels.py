@@ -11,7 +11,6 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -128,16 +127,9 @@ def ours(kernel: str, case: Case, options: Options) -> Passes:
     return timing.attention_passes(options, plan, **case.asked)
 
 
-@lru_cache(maxsize=1)
-def compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
-
-
 def flex(case: Case, options: Options) -> Passes:
     """FlexAttention under torch.compile, with the intervals of the case as its block mask."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     bands = families(case.asked["spec"], case.tokens, docs=case.asked.get("docs"))
     if options.device != "cuda" or len(bands) > 1:
@@ -150,7 +142,8 @@ def flex(case: Case, options: Options) -> Passes:
     mask = create_block_mask(seen, None, None, case.tokens, case.tokens, device="cuda")
     *leaves, dout = (x.detach().transpose(1, 2).contiguous() for x in timing.draws(options, case.tokens, "qkvo"))
     q, k, v = (x.requires_grad_() for x in leaves)
-    return timing.passes(lambda: compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True), (q, k, v), dout)
+    attend = torch.compile(flex_attention, dynamic=False)
+    return timing.passes(lambda: attend(q, k, v, block_mask=mask, enable_gqa=True), (q, k, v), dout)
 
 
 def fa4(case: Case, options: Options) -> Passes:

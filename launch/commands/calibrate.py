@@ -16,6 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+import ringattn as ra
+from ringattn.comms import messages
+from ringattn.comms.process_group import hosts_of
+from ringattn.launch.bench.timing import alone_ms, copy_rate, dtype_on, median_ms
 from ringattn.launch.processes import join
 from ringattn.launch.words import option, writable
 from ringattn.plans.machine import OWN, Link, Machine, chip_here, of_device, of_text, write
@@ -35,9 +42,6 @@ class Options:
 
 
 def run(options: Options) -> int:
-    import torch
-    import torch.distributed as dist
-
     began = time.perf_counter()
     path = Path(options.out) if options.out else OWN
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,10 +62,6 @@ def run(options: Options) -> int:
 
 def among_ranks(device: str, repeats: int, head_dim: int = 0) -> Machine:
     """What rank 0 measures while the others wait, then the links and cores that all share: the same on every rank."""
-    import torch.distributed as dist
-
-    from ringattn.comms import messages
-
     alone = messages.gather(measured(device, repeats, head_dim).text if dist.get_rank() == 0 else None)[0]
     machine = linked(of_text(alone), device, repeats)
     return machine.replace(cores=cores(machine.gpus, repeats, head_dim)) if device == "cpu" else machine
@@ -69,10 +69,6 @@ def among_ranks(device: str, repeats: int, head_dim: int = 0) -> Machine:
 
 def attention(device: str, dim: int, tokens: int, window: int | None, dtype: Any) -> list[Callable[[], Any]]:
     """A forward pass, and one with backward."""
-    import torch
-
-    import ringattn as ra
-
     sizes = 1, tokens, HEADS[device], dim or DIM[device]
     q, k, v = (torch.randn(sizes, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     dout, forward = torch.ones_like(q), partial(ra.attention, q, k, v, spec=ra.AttentionSpec(window=window))
@@ -81,10 +77,6 @@ def attention(device: str, dim: int, tokens: int, window: int | None, dtype: Any
 
 def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
     """This rank alone."""
-    import torch
-
-    from ringattn.launch.bench.timing import alone_ms, copy_rate, dtype_on
-
     base, (long, window, rows), native = of_device(device), SIZES[device], dtype_on(device)
 
     def passes(tokens: int, sees: int | None = None, dtype: Any = native) -> tuple[float, float]:
@@ -117,10 +109,6 @@ def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
 
 def linked(machine: Machine, device: str, repeats: int) -> Machine:
     """The same with the links that were measured among all ranks."""
-    import torch.distributed as dist
-
-    from ringattn.comms.process_group import hosts_of
-
     ranks = dist.get_world_size()
     assert dist.group.WORLD is not None
     hosts = hosts_of(dist.group.WORLD) or 1
@@ -135,9 +123,6 @@ def linked(machine: Machine, device: str, repeats: int) -> Machine:
 
 def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: int) -> Link:
     """The link to the rank `shift` further in groups of `among` ranks, while all `gpus` of every host send."""
-    import torch
-    import torch.distributed as dist
-
     first, index = divmod(dist.get_rank(), among)
     after, before = (first * among + (index + by) % among for by in (shift, -shift))
 
@@ -159,12 +144,6 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
 
 def cores(gpus: int, repeats: int, head_dim: int) -> float:
     """How many ranks of a host compute at once as fast as one alone; 0 if all do."""
-    import torch
-    import torch.distributed as dist
-
-    from ringattn.comms import messages
-    from ringattn.launch.bench.timing import alone_ms
-
     call = attention("cpu", head_dim, SIZES["cpu"][0], None, torch.float32)[1]
     alone = messages.gather(alone_ms(call, repeats, "cpu") if dist.get_rank() == 0 else None)[0]
     share = float(alone / 1e3 / slowest(call, repeats))
@@ -173,7 +152,4 @@ def cores(gpus: int, repeats: int, head_dim: int) -> float:
 
 def slowest(call: Callable[[], Any], repeats: int) -> float:
     """The median in seconds of the slowest rank, if all start together."""
-    from ringattn.comms import messages
-    from ringattn.launch.bench.timing import median_ms
-
     return max(messages.gather(median_ms(call, repeats))) / 1e3
