@@ -344,13 +344,13 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(examples()[self.epoch :])
 
 
-def test_a_stream_is_read_by_all_ranks_of_a_plan_and_not_dealt_out(tmp_path: Path) -> None:
-    streaming = trainer_of(tmp_path, Stream(), max_steps=6, dataloader_drop_last=True)
+def test_a_stream_is_read_by_all_ranks_of_a_plan_and_dealt_out_to_data_ranks(tmp_path: Path) -> None:
+    streaming = trainer_of(tmp_path, Stream(), max_steps=6)
     streaming.train()
-    assert streaming.seen == [[0, 1], [2, 3], [4, 5], [1, 2], [3, 4], [5, 6]]
-    two = SimpleNamespace(size=2, rank=0)
-    with pytest.raises(ValueError, match=r"Stream is an IterableDataset, .* cannot be dealt out to 2 data ranks"):
-        trainer_of(tmp_path, Stream(), (two,), max_steps=1).get_train_dataloader()
+    assert streaming.seen == [[0, 1], [2, 3], [4, 5], [6], [1, 2], [3, 4]]
+    second = SimpleNamespace(size=2, rank=1)
+    loader = trainer_of(tmp_path, Stream(), (second,), max_steps=1).get_train_dataloader()
+    assert next(iter(loader))["input_ids"][:, 0].tolist() == [2, 3]
 
 
 @pytest.mark.parametrize(

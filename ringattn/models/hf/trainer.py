@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
 from ringattn.comms import mesh as meshes
 from ringattn.models.batch import IGNORED
@@ -175,7 +175,7 @@ class OverRanks(hf_trl.Answers):
         return plan.unshard(x)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        counted = Counted(dataloader, self.data_place, not self.by_accelerate, self.args.eval_batch_size)
+        counted = Counted(dataloader, self.data_place, self.args.eval_batch_size)
         self.gather_function = lambda x: self.of_data_ranks(x, counted.real)
         return super().evaluation_loop(counted, *args, **kwargs)  # type: ignore[misc]
 
@@ -183,8 +183,7 @@ class OverRanks(hf_trl.Answers):
         """The rows of all data ranks in the order of the dataset, without those that only fill up the last batch."""
         if isinstance(x, list | tuple):
             return tuple(self.of_data_ranks(each, real) for each in x)
-        rows = self.accelerator.gather(x).unflatten(0, (self.args.world_size, -1))[self.firsts]
-        return (rows if self.by_accelerate else rows.transpose(0, 1)).flatten(0, 1)[:real]
+        return self.accelerator.gather(x).unflatten(0, (self.args.world_size, -1))[self.firsts].flatten(0, 1)[:real]
 
     @cached_property
     def firsts(self) -> Tensor:
@@ -205,49 +204,19 @@ class OverRanks(hf_trl.Answers):
             mine = mine * axis.size + axis.rank
         return math.prod(axis.size for axis in over), mine
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """Batches of this data rank, dealt out by accelerate: the same for all ranks of a plan."""
         if self.by_accelerate:
-            return super().get_train_dataloader()  # type: ignore[misc]
-        if self.answers:
-            return self.prompts(None)
-        way = self.args.train_sampling_strategy
-        if way not in ("random", "sequential"):
+            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+        strategy = self.args.train_sampling_strategy
+        if strategy not in ("random", "sequential"):
             raise ValueError(
-                f"train_sampling_strategy={way!r} deals out examples by their lengths, others to each rank, and the "
-                "ranks of a plan need the same: use 'random' or 'sequential'"
+                f"train_sampling_strategy={strategy!r} deals out examples by their lengths, others to each rank, and "
+                "the ranks of a plan need the same: use 'random' or 'sequential'"
             )
-        return self.loader(self.train_dataset, self.args.train_batch_size, way == "random")  # type: ignore[attr-defined]
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        if self.by_accelerate:
-            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
-        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset  # type: ignore[attr-defined]
-        return self.prompts(dataset) if self.answers else self.loader(dataset, self.args.eval_batch_size)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        if self.by_accelerate:
-            return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
-        return self.loader(test_dataset, self.args.eval_batch_size)
-
-    def loader(self, dataset: Any, batch: int, shuffle: bool = False) -> DataLoader[Any]:
-        """Batches of the dataset: the same for all ranks of a plan, and each data rank's own."""
-        ranks, mine = self.data_place
-        given = {name: getattr(self.args, f"dataloader_{name}") for name in LOADING}
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        sampler: Any = None
-        if not isinstance(dataset, IterableDataset):
-            sampler = DistributedSampler(dataset, ranks, mine, shuffle, seed, given["drop_last"])
-        elif ranks > 1:
-            raise ValueError(
-                f"{type(dataset).__name__} is an IterableDataset, which every rank reads for itself: it cannot be "
-                f"dealt out to {ranks} data ranks; give a dataset with a length, or make a mesh without a data axis"
-            )
-        collate = self._get_collator_with_removed_columns(self.data_collator)  # type: ignore[attr-defined]
-        loader: Any = DataLoader(dataset, batch, sampler=sampler, collate_fn=collate, **given)
-        ordered = dataset if sampler is None else sampler
-        if hasattr(ordered, "set_epoch"):  # Trainer tells the loader, or where a restart skips batches what makes them
-            loader.set_epoch = loader.batch_sampler.set_epoch = ordered.set_epoch
+        with self.plans_counted_once():
+            loader: Any = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+        loader.worker_init_fn = None  # which seeds by the rank
         return loader
 
 
@@ -267,12 +236,11 @@ def count_of(batches: Any, over: Any, device: Any = None) -> Any:
 class Counted:
     """A loader whose last batch may repeat examples, so that all data ranks have equally many: these do not count.
 
-    Data ranks have one example each in turn if `dealt`, else one batch each. An example may be several rows (a pair of
-    answers), or several may be one (packed).
+    An example may be several rows (a pair of answers), or several may be one (packed).
     """
 
-    def __init__(self, loader: Any, place: tuple[int, int], dealt: bool, batch_size: int):
-        self.loader, self.place, self.dealt, self.batch_size = loader, place, dealt, batch_size
+    def __init__(self, loader: Any, place: tuple[int, int], batch_size: int):
+        self.loader, self.place, self.batch_size = loader, place, batch_size
         self.real: int | None = None  # how many rows of the batch, of all data ranks, count; None: all of them
 
     def __iter__(self) -> Iterator[Any]:
@@ -281,7 +249,7 @@ class Counted:
         for batch in self.loader:
             if total is not None and hasattr(batch, "values"):  # not prompts, of which TRL makes batches later
                 n, (ranks, mine) = next(len(x) for x in batch.values() if isinstance(x, Tensor)), self.place
-                at = torch.arange(n) * ranks + mine if self.dealt else torch.arange(n) + mine * self.batch_size
+                at = torch.arange(n) + mine * self.batch_size
                 for name in [name for name in LABELS if batch.get(name) is not None]:
                     repeated = (before + at >= total)[:, None].to(batch[name].device)
                     batch[name] = batch[name].long().masked_fill(repeated, IGNORED)
@@ -297,12 +265,3 @@ class Counted:
 
 
 LABELS = "labels", "shift_labels"
-LOADING = (  # the arguments of DataLoader that Trainer has as dataloader_*
-    "drop_last",
-    "num_workers",
-    "pin_memory",
-    "persistent_workers",
-    "prefetch_factor",
-    "multiprocessing_context",
-    "in_order",
-)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from ringattn.models.batch import IGNORED
 from ringattn.models.hf.dealt import joined
@@ -106,6 +105,12 @@ class Answers:
                 f"{args.per_device_train_batch_size} x steps_per_generation={args.steps_per_generation}: the answers "
                 "to one prompt belong to the ranks of one plan"
             )
+        each = args.num_generations_eval or args.num_generations
+        if getattr(self, "eval_dataset", None) is not None and args.eval_batch_size % each:
+            raise ValueError(
+                f"per_device_eval_batch_size={args.eval_batch_size} is not divisible by the {each} answers to each "
+                "prompt of an evaluation: they belong to the ranks of one plan"
+            )
         args.generation_batch_size = size = rows * self.data_place[0]
         once = partial(OfFirsts, self.firsts.tolist(), args.world_size, size)  # TRL's sizes count every rank
         logs: dict[str, Any] = self._logs  # type: ignore[has-type]
@@ -119,7 +124,7 @@ class Answers:
     def plans_counted_once(self) -> Iterator[None]:
         """Within, the accelerator gathers from the first rank of each plan, and its processes are the data ranks."""
         whole = self.accelerator
-        self.accelerator = whole if isinstance(whole, DataRanks) else DataRanks(whole, self.data_place, self.firsts)
+        self.accelerator = whole if isinstance(whole, DataRanks) else DataRanks(self)
         try:
             yield
         finally:
@@ -139,40 +144,24 @@ class Answers:
         rewards: Tensor = super()._calculate_rewards(*args)  # type: ignore[misc]
         return rewards.unflatten(0, (self.args.world_size, -1))[self.firsts].flatten(0, 1)
 
-    def prompts(self, evaluated: Any) -> DataLoader[Any]:
-        """Batches of prompts to train with, or to evaluate, each as often as answers are sampled, on every rank."""
-        args, (ranks, _) = self.args, self.data_place
-        dataset = self.train_dataset if evaluated is None else evaluated  # type: ignore[attr-defined]
-        if ranks > 1 or not hasattr(dataset, "__getitem__"):
-            raise ValueError(
-                "prompts for several data ranks, or of an IterableDataset, are dealt out by accelerate: give "
-                "parallelism_config=ParallelismConfig(cp_size=N) instead of a prepared model"
-            )
-        if evaluated is None:
-            size = args.per_device_train_batch_size * args.steps_per_generation
-            sampler = self._get_train_sampler()  # type: ignore[attr-defined]
-        else:
-            size, sampler = args.eval_batch_size, self._get_eval_sampler(dataset)  # type: ignore[attr-defined]
-            each = args.num_generations_eval or args.num_generations
-            if size % each:
-                raise ValueError(
-                    f"per_device_eval_batch_size={size} is not divisible by the {each} answers to each prompt of an "
-                    "evaluation: they belong to the ranks of one plan"
-                )
-        return DataLoader(dataset, size, sampler=sampler, collate_fn=self.data_collator)  # type: ignore[attr-defined]
-
 
 class DataRanks:
     """accelerate's Accelerator as if the ranks of each plan were one: its processes are the data ranks."""
 
-    def __init__(self, accelerator: Any, place: tuple[int, int], firsts: Tensor):
-        self.accelerator, self.firsts = accelerator, firsts
-        self.num_processes, self.process_index = place
+    dispatch_batches = False  # a stream is read by all ranks
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.accelerator = trainer, trainer.accelerator
+        self.num_processes, self.process_index = trainer.data_place
+
+    def prepare(self, loader: Any) -> Any:
+        """The loader's batches of this data rank."""
+        return type(self.accelerator).prepare_data_loader(self, loader)
 
     def gather(self, x: Tensor) -> Tensor:
         ranks = self.accelerator.num_processes
         rows: Tensor = self.accelerator.gather(x)
-        return rows if ranks == 1 else rows.unflatten(0, (ranks, -1))[self.firsts].flatten(0, 1)
+        return rows if ranks == 1 else rows.unflatten(0, (ranks, -1))[self.trainer.firsts].flatten(0, 1)
 
     gather_for_metrics = gather  # of counts and sums, which a last batch of fewer rows does not shorten
 
