@@ -191,27 +191,21 @@ def test_what_cannot_be_is_refused(which, given, message):
 
 
 def test_what_is_not_in_its_layout_is_refused():
-    def refused(mesh, function, message, *given, **options):
-        with pytest.raises(ValueError, match=message):
-            function(*given, group=mesh, **options)
-
-    q, cu = torch.ones(1, 5, 2, 8), torch.tensor([0, 2, 5])
+    q, cu, other = torch.ones(1, 5, 2, 8), torch.tensor([0, 2, 5]), torch.tensor([0, 2, 6])
     zigzag, varlen = compat.zigzag_ring_flash_attn_func, compat.zigzag_ring_flash_attn_varlen_func
-    run(lambda mesh: refused(mesh, zigzag, "5 tokens a rank: zigzag needs an even number", q, q, q), ring=2)
-    other = torch.tensor([0, 2, 6])
-    differ = "do not make the same call: .*docs: "
-    run(lambda mesh: refused(mesh, varlen, differ, *[torch.ones(6, 2, 8)] * 3, other[:: mesh.rank + 1], 4), ring=2)
-    run(
-        lambda mesh: refused(
-            mesh, varlen, "zigzag cuts each document into two", *[q[0, :4]] * 3, torch.tensor([0, 1, 4]), 3
-        ),
-        ring=2,
-    )
-    run(lambda mesh: refused(mesh, varlen, "cu_seqlens ends with 10", *[q[0, :4]] * 3, 2 * cu, 3), ring=2)
-    run(
-        lambda mesh: refused(mesh, zigzag, "4 queries a rank and 2 keys", q[:, :4], *[q[:, :2]] * 2, causal=True),
-        ring=2,
-    )
+
+    def refused(mesh):
+        for function, message, *given in (
+            (zigzag, "5 tokens a rank: zigzag needs an even number", q, q, q),
+            (varlen, "zigzag cuts each document into two", *[q[0, :4]] * 3, torch.tensor([0, 1, 4]), 3),
+            (varlen, "cu_seqlens ends with 10", *[q[0, :4]] * 3, 2 * cu, 3),
+            (varlen, "do not make the same call: .*docs: ", *[torch.ones(6, 2, 8)] * 3, other[:: mesh.rank + 1], 4),
+            (zigzag, "4 queries a rank and 2 keys", q[:, :4], *[q[:, :2]] * 2, 0.0, None, True),
+        ):
+            with pytest.raises(ValueError, match=message):
+                function(*given, group=mesh)
+
+    run(refused, ring=2)
 
 
 def test_keys_of_another_sequence():

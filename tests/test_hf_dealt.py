@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from test_hf import build, gradients
+from hf_ranks import gradients, same, trained
+from test_hf import build
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringattn as ra
@@ -53,24 +54,15 @@ def test_documents_are_dealt_out_and_the_numbers_are_those_of_one_rank(name, bat
 
     def one_rank(mesh):
         mine = hf.prepare(copies[mesh.rank], mesh, seq_len=T)
-        result = mine(tokens, labels=labels, **given)
-        result.loss.backward()
+        loss, logits, grads = trained(mine, input_ids=tokens, labels=labels, **given)
         plan = mine.ringattn_last.plan
         assert plan.layout == "balanced" and plan.seq_len == (labels.numel() if real is None else int(real.sum()))
-        assert result.logits.shape[:2] == (1, plan.local_len)
-        logits = hf.whole(mine, result.logits.detach())
         local = mine(tokens, **given).logits  # without labels: every row as it is
         assert local.shape[:2] == (len(tokens), hf.plan_of(mine).local_len)
-        return float(result.loss.detach()), logits, hf.whole(mine, local.detach()), gradients(mine)
+        return (loss, logits, grads), (loss, hf.whole(mine, local.detach()), grads)
 
-    results = run(one_rank, ring=2, ulysses=2)
-    real = torch.ones_like(labels, dtype=torch.bool) if real is None else real
-    for loss, *each, _ in results:
-        assert loss == pytest.approx(float(expected.loss.detach()), abs=2e-6)
-        for logits in each:
-            torch.testing.assert_close(logits[real], expected.logits.detach()[real], rtol=1e-5, atol=1e-5)
-    for weight, gradient in gradients(plain).items():
-        torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
+    for results in zip(*run(one_rank, ring=2, ulysses=2), strict=True):
+        same(results, expected.loss, plain, expected.logits, ... if real is None else real)
 
 
 @pytest.mark.parametrize("batch", [packed, rows_packed_differently], ids=lambda b: b.__name__)

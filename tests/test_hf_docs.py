@@ -7,7 +7,8 @@ import pytest
 import test_hf_models
 import torch
 import transformers
-from test_hf import build, gradients
+from hf_ranks import on_each, same, trained
+from test_hf import build
 from torch.nn import functional as F
 
 import ringattn as ra
@@ -81,18 +82,12 @@ def test_a_tree_is_its_branches(name, case):
 
     def one_rank(mesh):
         mine = hf.prepare(copies[mesh.rank], mesh, seq_len=T)
-        result = mine(tokens, **batch)
-        result.loss.backward()
+        result = trained(mine, input_ids=tokens, **batch)
         dealt = getattr(mine.ringattn_last, "plan", mine.ringattn_last).layout == "balanced"
         assert dealt == (len(trees) == 1 and (case == "documents" or bool(real.all())))
-        return float(result.loss.detach()), hf.whole(mine, result.logits.detach()), gradients(mine)
+        return result
 
-    results = run(one_rank, ring=2, ulysses=2)
-    for result, rows, _ in results:
-        assert result == pytest.approx(float(loss.detach()), abs=2e-6)
-        torch.testing.assert_close(rows[real], logits.detach()[real], rtol=1e-5, atol=1e-5)
-    for weight, gradient in gradients(plain).items():
-        torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
+    same(run(one_rank, ring=2, ulysses=2), loss, plain, logits, real)
 
 
 def test_a_prefix_sees_itself():
@@ -103,15 +98,9 @@ def test_a_prefix_sees_itself():
     mask = torch.where(sees & (document[:, None] == document), 0.0, -torch.inf)[None, None]
     tokens = torch.randint(3, 64, (1, T), generator=torch.Generator().manual_seed(0))
     plain = build("Llama")
-    copies = [deepcopy(plain) for _ in range(2)]
     positions = torch.where(document == 1, at - 25, at)[None]
     expected = plain(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
-
-    def one_rank(mesh):
-        mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
-        return hf.whole(mine, mine(tokens, docs=docs).logits)
-
-    for result in run(one_rank, ring=2):
+    for result in on_each(plain, lambda mine: hf.whole(mine, mine(tokens, docs=docs).logits), T, {"ring": 2}):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -135,11 +124,5 @@ def test_a_mask_leaves_a_model_its_windows():
     """A mask over all tokens changes nothing in layers of which some have a window."""
     tokens, mask = torch.randint(3, 64, (1, T)), ra.Mask.from_slices([(0, T)], [(0, T)], "causal", T)
     plain = build("Mistral")
-    copies = [deepcopy(plain) for _ in range(2)]
-
-    def one_rank(mesh):
-        mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
-        return hf.whole(mine, mine(tokens, docs=mask).logits)
-
-    for result in run(one_rank, ring=2):
+    for result in on_each(plain, lambda mine: hf.whole(mine, mine(tokens, docs=mask).logits), T, {"ring": 2}):
         torch.testing.assert_close(result, plain(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-5)

@@ -13,6 +13,7 @@ from ringattn.models import hf
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
 
+from hf_ranks import on_each  # noqa: E402
 from test_hf import T, batch, build, plan_of_one, seeing  # noqa: E402
 
 
@@ -57,15 +58,10 @@ def test_tokens_are_those_of_one_rank(case):
     name, ranks, padded, options = CASES[case]
     options = {"max_new_tokens": 20, "do_sample": False, **options}
     plain, given = talkative(name), prompts(padded)
-    copies = [deepcopy(plain) for _ in range(4)]
     expected = plain.generate(**given, **options)
     assert len(set(expected[0, T:].tolist())) > 1
-
-    def one_rank(mesh):
-        layout = "zigzag" if "ring" in ranks else "auto"
-        return hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T, layout=layout)).generate(**given, **options)
-
-    for result in run(one_rank, **ranks):
+    layout = "zigzag" if "ring" in ranks else "auto"
+    for result in on_each(plain, lambda mine: mine.generate(**given, **options), T, ranks, layout=layout):
         assert torch.equal(result, expected), f"{case}: {result.tolist()}, expected {expected.tolist()}"
 
 
@@ -73,7 +69,6 @@ def test_tokens_are_those_of_one_rank(case):
 def test_logits_of_every_step_and_a_second_turn(name):
     """The cache that generate returns goes on with more tokens; few of them, or so many that ranks share them."""
     plain, options = talkative(name), {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    copies = [deepcopy(plain) for _ in range(2)]
 
     def turns(model):
         results, tokens, cache = [], batch(), None
@@ -89,11 +84,7 @@ def test_logits_of_every_step_and_a_second_turn(name):
 
     tokens, logits = turns(plain)
 
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=T)
-        return turns(hf.prepare(copies[mesh.rank], plan))
-
-    for mine, results in run(one_rank, ring=2):
+    for mine, results in on_each(plain, turns, T, {"ring": 2}):
         assert torch.equal(mine, tokens)
         for ours, theirs in zip(results, logits, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -134,12 +125,6 @@ def test_what_generate_cannot_do_is_refused():
         model(tokens[:, :1], past_key_values=cache)
     with pytest.raises(ValueError, match="attention_mask has a row of padding only"):
         model.generate(tokens, attention_mask=mask * torch.tensor([[0], [1]]), max_new_tokens=2)
-    with pytest.raises(ValueError, match="several positions a token"):
-        model(
-            tokens,
-            position_ids=torch.arange(3 * T).view(3, 1, T).expand(3, 2, T),
-            past_key_values=hf.RanksCache(plan_of_one(), T),
-        )
     mask[0, 30:] = 0
     with pytest.raises(ValueError, match="attention_mask has padding behind real tokens"):
         model.generate(tokens, attention_mask=mask, max_new_tokens=2)

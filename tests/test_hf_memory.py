@@ -4,7 +4,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from test_hf import T, batch, build, gradients
+from hf_ranks import gradients, same, trained
+from test_hf import T, batch, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn as ra
@@ -24,12 +25,8 @@ class Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
-        self.most = max(
-            [
-                self.most,
-                *(x.numel() for x in (out if isinstance(out, tuple) else (out,)) if T in getattr(x, "shape", ())),
-            ]
-        )
+        outs = out if isinstance(out, tuple) else (out,)
+        self.most = max([self.most, *(x.numel() for x in outs if T in getattr(x, "shape", ()))])
         self.attentions += op is torch.ops.ringattn.attention.default
         return out
 
@@ -42,10 +39,8 @@ def test_in_pieces_is_the_same_model(name, padded, monkeypatch):
     monkeypatch.setattr(memory, "LOGITS", 64 * 5)
     mask = torch.ones(2, T, dtype=torch.long)
     mask[1, T // 2 :] = 1 - int(padded)
-    single, given = (
-        build(name),
-        {"input_ids": batch(), "labels": batch().masked_fill(mask == 0, -100), "attention_mask": mask},
-    )
+    given = {"input_ids": batch(), "labels": batch().masked_fill(mask == 0, -100), "attention_mask": mask}
+    single = build(name)
     copies = [deepcopy(single) for _ in range(2)]
     expected = single(**given, use_cache=False).loss
     expected.backward()
@@ -53,16 +48,13 @@ def test_in_pieces_is_the_same_model(name, padded, monkeypatch):
     def one_rank(mesh):
         model = hf.prepare(hf.in_pieces(copies[mesh.rank]), mesh)
         model.gradient_checkpointing_enable(AGAIN)
-        output = model.train()(**given)
-        output.loss.backward()
+        loss, logits, grads = trained(model.train(), **given)
+        assert (logits is None) == (name != "Gemma2")
         with torch.no_grad():
-            logits = hf.whole(model, model(**given).logits)
-        return output.loss.detach(), output.logits is None, logits, gradients(model)
+            assert hf.whole(model, model(**given).logits).shape == (2, T, 64)
+        return loss, logits, grads
 
-    for loss, gone, logits, _ in (results := run(one_rank, sequence=2)):
-        assert abs(loss - expected) < 2e-6 and gone == (name != "Gemma2") and logits.shape == (2, T, 64)
-    for weight, gradient in gradients(single).items():
-        torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
+    same(run(one_rank, sequence=2), expected, single)
 
 
 def test_what_is_large_and_what_is_recomputed(monkeypatch):

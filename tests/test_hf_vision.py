@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
+from hf_ranks import on_each, same, trained
 from torch.nn import functional as F
 
 import ringattn as ra
-from ringattn.comms.local import run
 from ringattn.models import hf
 from ringattn.models.hf.choice import attention_of
 
@@ -128,24 +129,6 @@ def batch(kind: str, at=((3, 14), (20,)), length: int = T) -> dict:
     return {**results, **({types: (ids == IMAGE).long()} if types else {})}
 
 
-def gradients(model) -> dict[str, torch.Tensor]:
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-
-
-def over_ranks(model, given: dict, labels: torch.Tensor, ring: int, ulysses: int):
-    """Loss, logits of all tokens, and gradients of each rank."""
-    copies = [deepcopy(model) for _ in range(ring * ulysses)]
-
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=labels.shape[1], strategy="ring" if ring > 1 else "ulysses")
-        mine = hf.prepare(copies[mesh.rank], plan)
-        result = mine(**given, labels=labels)
-        result.loss.backward()
-        return float(result.loss.detach()), plan.unshard(result.logits.detach()), gradients(mine)
-
-    return run(one_rank, ring=ring, ulysses=ulysses)
-
-
 def compare(kind: str, given: dict, ring: int, ulysses: int, real: torch.Tensor | None = None) -> None:
     model = build(kind)
     labels = given["input_ids"].masked_fill(given["input_ids"] == IMAGE, -100)
@@ -154,18 +137,13 @@ def compare(kind: str, given: dict, ring: int, ulysses: int, real: torch.Tensor 
     predicted = F.pad(real[:, :-1], (1, 0))  # by real tokens
     output = expected(**given, labels=labels.masked_fill(~(real & predicted), -100), use_cache=False)
     output.loss.backward()
-    results = over_ranks(model, given, labels, ring, ulysses)
-    for loss, logits, _ in results:
-        assert loss == pytest.approx(float(output.loss.detach()), abs=2e-6)
-        torch.testing.assert_close(logits[real], output.logits[real], rtol=1e-5, atol=1e-5)
-    same_gradients(kind, results, expected)
+    results = over_ranks(model, given, labels, {"ring": ring, "ulysses": ulysses})
+    same(results, output.loss, expected, output.logits, real)
 
 
-def same_gradients(kind: str, results, expected) -> None:
-    """The sum over ranks is the gradient of one rank, which is not zero in any tower."""
-    for weight, gradient in gradients(expected).items():
-        total = sum(g[weight] for *_, g in results)
-        torch.testing.assert_close(total, gradient, rtol=1e-4, atol=2e-6, msg=lambda m, w=weight: f"{kind} {w}: {m}")
+def over_ranks(model, given: dict, labels: torch.Tensor, ranks: dict[str, int]):
+    strategy = "ring" if ranks["ring"] > 1 else "ulysses"
+    return on_each(model, partial(trained, **given, labels=labels), labels.shape[1], ranks, strategy=strategy)
 
 
 @pytest.mark.parametrize("ring, ulysses", [(3, 1), (1, 2)])
@@ -190,15 +168,13 @@ def test_text_alone(kind):
 @pytest.mark.parametrize("kind", ["got_ocr2", "llava_onevision"])
 def test_models_that_hand_logits_to_keep_to_their_decoder(kind, keep):
     model, given = build(kind), batch(kind, at=((3, 14), (20,)) if kind in MODELS else ((), ()))
-    copies = [deepcopy(model) for _ in range(2)]
     expected = model(**given, logits_to_keep=keep, use_cache=False).logits
 
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=T)
-        logits = hf.prepare(copies[mesh.rank], plan)(**given, logits_to_keep=keep).logits
-        return logits if isinstance(keep, torch.Tensor) or keep else plan.unshard(logits)
+    def call(mine):
+        logits = mine(**given, logits_to_keep=keep).logits
+        return logits if isinstance(keep, torch.Tensor) or keep else hf.whole(mine, logits)
 
-    for logits in run(one_rank, ring=2):
+    for logits in on_each(model, call, T, {"ring": 2}):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -235,9 +211,7 @@ def test_packed_samples_with_images_equal_each_sample_alone(kind):
     losses = [expected(**x, labels=row, use_cache=False).loss for x, row in zip(separate, labels, strict=True)]
     mean = (torch.stack(losses) * counts).sum() / counts.sum()
     mean.backward()
-    results = over_ranks(model, packed, torch.cat(labels, 1), 2, 1)
-    assert all(loss == pytest.approx(float(mean.detach()), abs=2e-6) for loss, *_ in results)
-    same_gradients(kind, results, expected)
+    same(over_ranks(model, packed, torch.cat(labels, 1), {"ring": 2, "ulysses": 1}), mean, expected)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -247,13 +221,8 @@ def test_generate_goes_on_from_images_as_one_rank_does(kind):
     given, model = {**given, "attention_mask": mask}, build(kind).eval()
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2}
-    copies = [deepcopy(model) for _ in range(2)]
-
-    def one_rank(mesh):
-        return hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T)).generate(**given, **options)
-
     expected = model.generate(**given, **options)
-    for result in run(one_rank, ring=2):
+    for result in on_each(model, lambda mine: mine.generate(**given, **options), T, {"ring": 2}):
         assert result.tolist() == expected.tolist()
 
 

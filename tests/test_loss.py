@@ -70,17 +70,13 @@ def test_no_real_token_at_all_is_zero_and_not_nan():
     assert ra.token_mean(torch.rand(1, 4), plan, mask=torch.zeros(1, 4, dtype=torch.int64)).item() == 0
 
 
-def test_a_mask_of_one_row_counts_for_every_row():
-    losses, mask = torch.rand(8, 16), torch.arange(16)[None] < 5
+def test_a_mask_of_one_row_counts_for_every_row_and_one_of_another_shape_is_refused():
+    losses, mask, plan = torch.rand(8, 16), torch.arange(16)[None] < 5, ra.plan(seq_len=16)
     for given in (mask, mask[0], mask.expand(8, 16)):
-        result = ra.token_mean(losses, ra.plan(seq_len=16), mask=given)
-        torch.testing.assert_close(result, losses[:, :5].mean())
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (2, 3), (1, 2, 4)])
-def test_a_mask_of_another_shape_is_refused(shape):
-    with pytest.raises(ValueError, match=rf"mask has shape \({shape[0]}, .*, losses \(2, 4\)"):
-        ra.token_mean(torch.rand(2, 4), ra.plan(seq_len=4), mask=torch.ones(shape) > 0)
+        torch.testing.assert_close(ra.token_mean(losses, plan, mask=given), losses[:, :5].mean())
+    for shape in ((3, 16), (8, 15), (1, 8, 16)):
+        with pytest.raises(ValueError, match=rf"mask has shape \({shape[0]}, .*, losses \(8, 16\)"):
+            ra.token_mean(losses, plan, mask=torch.ones(shape) > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -96,8 +92,7 @@ def test_adds_up_in_float32_or_float64(dtype):
     ("given", "says"),
     [
         ({"losses_BT": torch.rand(1, 9)}, "losses has 9 tokens, a rank of this plan holds 4"),
-        ({"losses_BT": torch.ones(1, 4).int()}, "losses has shape .* dtype torch.int32; expected a float"),
-        ({"losses_BT": [0.5] * 4}, "losses is of type list; it must be a torch tensor"),
+        ({"losses_BT": torch.ones(1, 4).int()}, "losses has shape .* dtype torch.int32; expected floats"),
         ({"docs": ra.Docs.from_lengths([6])}, "docs: document lengths add up to 6, the sequence has 8 tokens"),
         ({"mask": torch.full((2, 4), 0.25)}, r"mask is torch.float32: .* give bools \(mask > 0\) or integers"),
         ({"over": Solo("data")}, "over=.*: a list of axes"),
@@ -150,7 +145,6 @@ def test_cross_entropy_is_the_mean_over_labels_of_all_ranks_and_pieces(dtype, mo
     [
         ({"labels_BT": torch.tensor([[0, 1, 2, 7]])}, "label 7 is not among 7 classes, nor ignore_index=-100"),
         ({"labels_BT": torch.zeros(1, 3).long()}, r"labels has shape \(1, 3\)"),
-        ({"labels_BT": torch.zeros(1, 4)}, "labels has .* dtype torch.float32"),
         ({"logits_BTV": torch.zeros(1, 8, 7)}, "logits has 8 tokens, a rank of this plan holds 4"),
     ],
 )
@@ -158,18 +152,6 @@ def test_labels_that_cannot_be_are_refused(given, says):
     given = {"logits_BTV": torch.zeros(1, 4, 7), "labels_BT": torch.zeros(1, 4).long()} | given
     with pytest.raises(ValueError, match=says):
         ra.cross_entropy(**given, plan=ra.plan(seq_len=4))
-
-
-def test_losses_of_ignored_labels_do_not_count_as_zeros():
-    plan, logits = ra.plan(seq_len=4), torch.randn(1, 4, 7, requires_grad=True)
-    labels = torch.tensor([[1, -100, -100, 3]])
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(1, 4)
-    with pytest.raises(ValueError, match=r"2 of the losses .* use ringattn.cross_entropy"):
-        ra.token_mean(losses * 2, plan)
-    result = ra.token_mean(losses, plan, mask=labels != -100)
-    torch.testing.assert_close(result, ra.cross_entropy(logits, labels, plan))
-    padded = ra.Docs.from_lengths([1], pad_to=4)
-    torch.testing.assert_close(ra.token_mean(losses[:, [0, 1, 2, 1]], plan, docs=padded), losses[0, 0])
 
 
 def test_tokens_are_counted_exactly():

@@ -25,7 +25,7 @@ from ringattn.comms.mesh import init_mesh
 from ringattn.launch.rows import Row, table
 from ringattn.models.batch import IGNORED
 from ringattn.models.hf import model as hf_model
-from ringattn.models.hf.positions import numbered, rule_of
+from ringattn.models.hf.packed import numbered, rule_of
 from ringattn.models.hf.refusals import refuse_model
 
 EPSILON = 5e-6

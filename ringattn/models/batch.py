@@ -49,22 +49,53 @@ def local_batch(
             raise ValueError("several branches of these trees go on from one token: pass labels=, with one of them")
     at = torch.arange(tokens.shape[1])
     if docs is not None and (plan.layout == "balanced" if deal is None else deal):
-        plan = balanced(plan, spec or AttentionSpec())
-        one_row = as_one_row(docs, (tokens.shape[0], tokens.shape[1])) if docs.plain else None  # trees stay as they are
-        if one_row is not None:
-            docs, real = one_row
-            tokens, labels = (x.flatten().index_select(0, real.to(x.device))[None] for x in (tokens, labels))
-            at = real % len(at)
-        plan = plan.for_docs(docs)
-    mine = (plan.shard(x, dim=1).to(device or x.device) for x in (tokens, labels.long() - IGNORED))
-    tokens, labels = next(mine), next(mine) + IGNORED  # padding, 0, becomes IGNORED
+        row = dealt(plan, docs, spec or AttentionSpec(), (tokens.shape[0], tokens.shape[1]))
+        plan = row.plan
+        if row.real is not None:
+            docs, tokens, labels, at = row.docs, row.row(tokens), row.row(labels), row.real % len(at)
+    tokens = plan.shard(tokens, dim=1).to(device or tokens.device)
+    labels = local_labels(labels, plan).to(device or labels.device)
     return Batch(tokens, labels, plan.shard(at, dim=0, compare=False).to(tokens.device), plan, docs)
 
 
-def balanced(plan: Plan, spec: AttentionSpec) -> Plan:
-    """The plan, to be given documents that it deals out by their work: its own, or that of this attention."""
+def local_labels(labels: Tensor, plan: Plan, dim: int = 1, compare: bool = True) -> Tensor:
+    """This rank's part of whole labels; IGNORED where the plan pads."""
+    mine: Tensor = plan.shard(labels.long() - IGNORED, dim=dim, compare=compare)  # pads with 0
+    return mine + IGNORED
+
+
+class Dealt(NamedTuple):
+    """A batch [B, T] as one row of its real tokens, and the plan that deals out its documents by their work."""
+
+    plan: Plan
+    docs: Docs
+    real: Tensor | None  # [n]: which of the B * T tokens; None where the rows stay as they are
+    shape: tuple[int, int]
+
+    def row(self, x: Tensor) -> Tensor:
+        """[B or 1, T, ...] as [1, n, ...]."""
+        rows = x.expand(*self.shape, *x.shape[2:])
+        return rows if self.real is None else rows.flatten(0, 1).index_select(0, self.real.to(x.device))[None]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The rows [B, T, ...] of all ranks' [1, t, ...]; zeros for padding."""
+        rows: Tensor = self.plan.unshard(x)
+        if self.real is None:
+            return rows
+        whole = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
+        return whole.index_copy(0, self.real.to(x.device), rows[0]).unflatten(0, self.shape)
+
+
+def dealt(plan: Plan, docs: Docs, spec: AttentionSpec, shape: tuple[int, int], real: np.ndarray | None = None) -> Dealt:
+    """The batch as one row, dealt out by its work: the plan's, or that of this attention.
+
+    Trees, and a batch without documents, keep their rows. `real` [B, T] says which tokens are real.
+    """
     work = plan.work or AttentionSpec(spec.causal, spec.window, spec.chunk, spec.first)
-    return plan.replace(layout="balanced", work=work)
+    plan = plan.replace(layout="balanced", work=work)
+    row = as_one_row(docs, shape, real) if docs.plain else None
+    docs, tokens = row or (docs, None)
+    return Dealt(plan.for_docs(docs), docs, tokens, shape)
 
 
 def as_one_row(docs: Docs, shape: tuple[int, int], real: np.ndarray | None = None) -> tuple[Docs, Tensor] | None:

@@ -19,7 +19,7 @@ from ringattn.torch.check import of_types
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear.halo import causal_convolution, last_tokens
 
-FEW = 8  # tokens that `step` takes one by one
+STEP_TOKENS = 8  # at most so many, `step` takes one by one
 
 
 def head_size(d_model: int, heads: int, given: int | None = None) -> int:
@@ -58,8 +58,6 @@ def of_input(x: Tensor, d_model: int, plan: Plan | None, docs: Docs | None) -> s
 def check_stream(x: Tensor, d_model: int, rows: int | None, plan: Plan | None = None) -> None:
     """A ValueError if x cannot continue a sequence with `rows` batch rows (None: it begins here)."""
     check_input(x, d_model, plan)
-    if not x.shape[1]:
-        raise ValueError("x has no tokens; a chunk or a step has 1 or more")
     if x.requires_grad:
         raise ValueError(
             "x requires gradients, but prefill and step have none: call them under torch.no_grad(), or train with "
@@ -121,7 +119,7 @@ class LinearLayer(nn.Module):
         if self.convolution:
             mixed = F.silu(causal_convolution(mixed, self.mix, plan, docs))
         log_decay, beta = self.gates(x_BTC)
-        out = api.linear_attention(*self.parted(mixed), log_decay, plan, beta=beta, docs=docs, kernel=self.kernel)
+        out = api.linear_attention(*self.by_heads(mixed), log_decay, plan, beta=beta, docs=docs, kernel=self.kernel)
         return self.finished(out, x_BTC)
 
     @torch.no_grad()
@@ -135,7 +133,7 @@ class LinearLayer(nn.Module):
             mixed = F.silu(causal_convolution(mixed, self.mix, plan, first=self.tail))
         log_decay, beta = self.gates(x_BTC)
         out, state = api.linear_attention(
-            *self.parted(mixed), log_decay, plan, beta=beta, initial_state=self.state, return_state=True,
+            *self.by_heads(mixed), log_decay, plan, beta=beta, initial_state=self.state, return_state=True,
             kernel=self.kernel,
         )  # fmt: skip
         self.state, self.tail = state, tail  # last, so that a refused chunk changes nothing
@@ -147,7 +145,7 @@ class LinearLayer(nn.Module):
         self.check(x_BTC)
         if self.state is None:
             raise ValueError("step before prefill: this layer has seen no prompt; call prefill(x, plan) first")
-        if x_BTC.shape[1] > FEW:
+        if x_BTC.shape[1] > STEP_TOKENS:
             return self.prefill(x_BTC)
         mixed, tail = self.qkv(x_BTC), self.tail
         if self.convolution:
@@ -155,7 +153,7 @@ class LinearLayer(nn.Module):
             rows = torch.cat([tail, mixed], 1)
             tail = rows[:, x_BTC.shape[1] :]
             mixed = F.silu(F.conv1d(rows.mT, self.mix.flip(1)[:, None], groups=rows.shape[2]).mT)
-        inputs = Inputs(*self.parted(mixed), *self.gates(x_BTC), None, self.key_dim**-0.5)
+        inputs = Inputs(*self.by_heads(mixed), *self.gates(x_BTC), None, self.key_dim**-0.5)
         out, state = few_tokens(inputs, self.state)
         self.state, self.tail = state, tail  # last, so that a failed step changes nothing
         return self.finished(out.to(x_BTC.dtype), x_BTC)
@@ -167,7 +165,7 @@ class LinearLayer(nn.Module):
     def check(self, x: Tensor, plan: Plan | None = None) -> None:
         check_stream(x, self.d_model, None if self.state is None else len(self.state), plan)
 
-    def parted(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def by_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [B, T, G, K] and v [B, T, H, V]."""
         keys = self.key_heads * self.key_dim
         q, k, v = mixed.split([keys, keys, self.heads * self.value_dim], -1)
@@ -210,14 +208,12 @@ class GatedLinearAttention(LinearLayer):
         self.norm = nn.GroupNorm(heads, values)  # a group is a head
 
     def gates(self, x_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The log decay, and no beta."""
         if self.gate is None:
             return None, None
         g = F.logsigmoid(exact(self.up(self.down(x_BTC)))) / self.temperature
         return g.unflatten(-1, (self.heads, -1)) if self.gate == "channel" else g, None
 
     def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
-        """Each head normalised, gated, and all projected."""
         rows = out_BTHV.flatten(0, 1).flatten(1)
         return self.out(F.silu(self.swish(x_BTC)) * self.norm(rows).view(*out_BTHV.shape[:2], -1))
 
@@ -247,9 +243,9 @@ class DeltaLayer(LinearLayer):
         g = g * exact(self.log_rate).exp()[:, None]
         return g[..., 0] if self.bias.numel() == self.heads else g, exact(self.beta(x_BTC)).sigmoid()
 
-    def parted(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def by_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [B, T, G, K] of length 1 and v [B, T, H, V]."""
-        q, k, v = super().parted(mixed)
+        q, k, v = super().by_heads(mixed)
         q, k = (x * torch.rsqrt(exact(x).square().sum(-1, keepdim=True) + 1e-6).to(x.dtype) for x in (q, k))
         return q, k, v
 
@@ -276,7 +272,6 @@ class GatedDeltaNet(DeltaLayer):
         self.swish = nn.Linear(d_model, heads * self.value_dim, bias=False)
 
     def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
-        """Each head normalised, gated, and all projected."""
         return self.out(self.norm(out_BTHV).flatten(2) * F.silu(self.swish(x_BTC)))
 
 
@@ -303,5 +298,4 @@ class KimiDeltaAttention(DeltaLayer):
         self.down, self.up = nn.Linear(d_model, rank, bias=False), nn.Linear(rank, values)
 
     def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
-        """Each head normalised, gated, and all projected."""
         return self.out(self.norm(out_BTHV).flatten(2) * self.up(self.down(x_BTC)).sigmoid())

@@ -32,11 +32,10 @@ def token_mean(
     averaged. Padding does not count, nor do tokens where `mask`, of bools or integers, is 0 (labels to ignore); their
     losses are ignored, even NaN. `over` is further axes to average over (comms.mesh.axis(mesh, "data")).
 
-    Use `cross_entropy` for labels: it skips ignored ones. F.cross_entropy(reduction="none") gives 0 for them, which
-    would count here as the loss of a token.
+    Use `cross_entropy` for labels: F.cross_entropy(reduction="none") gives 0 for ignored ones, which would count here.
     """
     raise_if(of_plan("token_mean", plan))
-    problem = of_losses(losses_BT, plan, mask, docs) or of_axes(over) or of_ignored(losses_BT, plan, mask, docs)
+    problem = of_losses(losses_BT, plan, mask, docs) or of_axes(over)
     compare_ranks(plan, "token_mean", over, problem)
     return mean_over_ranks(losses_BT, counted_of(losses_BT, plan, mask, docs), plan, over)
 
@@ -124,48 +123,30 @@ def of_plan(function: str, plan: Any) -> str | None:
     return None if plan.framework == "torch" else other
 
 
+def of_tokens(name: str, x: Tensor, dims: str, plan: Plan, docs: Docs | None) -> str | None:
+    """Floats of these dims for each of this rank's tokens, and documents of the whole."""
+    if problem := of_types(**{name: x}) or of_arguments(docs=docs):
+        return problem
+    shape = tuple(x.shape)
+    if len(shape) != len(dims.split(", ")) or not x.is_floating_point() or not shape[-1]:
+        return f"{name} has shape {shape} and dtype {x.dtype}; expected floats [{dims}]"
+    if shape[1] != plan.local_len:
+        return f"{name} has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan}); {MINE}"
+    return of_packed("docs", docs, plan.seq_len, shape[0])
+
+
 def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:
     """A loss for each of this rank's tokens, and which of them count."""
-    if problem := of_types(losses=losses_BT) or of_arguments(docs=docs):
-        return problem
-    shape = tuple(losses_BT.shape)
-    if len(shape) != 2 or not losses_BT.is_floating_point():
-        return f"losses has shape {shape} and dtype {losses_BT.dtype}; expected a float for each token, [batch, tokens]"
-    if shape[1] != plan.local_len:
-        return f"losses has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan}); {MINE}"
-    return of_packed("docs", docs, plan.seq_len, shape[0]) or (None if mask is None else of_mask(mask, losses_BT))
-
-
-def of_ignored(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:
-    """No loss that counts is of a label that F.cross_entropy ignored, as found in the autograd graph."""
-    node = losses_BT.grad_fn
-    for _ in range(8):  # views and factors
-        if node is None or node.name().startswith("NllLoss"):
-            break
-        following = [other for other, _ in node.next_functions if other is not None]
-        node = following[0] if len(following) == 1 else None
-    labels = getattr(node, "_saved_target", None)
-    if labels is None or labels.numel() != losses_BT.numel():
-        return None
-    ignored = labels.reshape(losses_BT.shape) == node._saved_ignore_index  # type: ignore[union-attr]
-    count = int((ignored & counted_of(losses_BT, plan, mask, docs)).sum())
-    if not count:
-        return None
-    return (
-        f"{count} of the losses are of labels that F.cross_entropy ignores, and would count as 0; use "
-        "ringattn.cross_entropy(logits, labels, plan), or pass mask=labels != ignore_index"
-    )
+    problem = of_tokens("losses", losses_BT, "batch, tokens", plan, docs)
+    return problem or (None if mask is None else of_mask(mask, losses_BT))
 
 
 def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: Any, docs: Docs | None) -> str | None:
     """Logits and a label for each of this rank's tokens; on CPUs the labels' values are checked too."""
-    if problem := of_types(logits=logits_BTV, labels=labels_BT) or of_arguments(docs=docs):
+    problem = of_tokens("logits", logits_BTV, "batch, tokens, vocabulary", plan, docs) or of_types(labels=labels_BT)
+    if problem:
         return problem
-    shape, floating = tuple(logits_BTV.shape), logits_BTV.is_floating_point()
-    if len(shape) != 3 or not floating or not shape[2]:
-        return f"logits has shape {shape} and dtype {logits_BTV.dtype}; expected floats [batch, tokens, vocabulary]"
-    if shape[1] != plan.local_len:
-        return f"logits has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan}); {MINE}"
+    shape = tuple(logits_BTV.shape)
     if tuple(labels_BT.shape) != shape[:2] or labels_BT.dtype not in (torch.int32, torch.int64):
         return (
             f"labels has shape {tuple(labels_BT.shape)} and dtype {labels_BT.dtype}; expected int64 or int32 "
@@ -175,8 +156,6 @@ def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: A
         return f"labels is on {labels_BT.device}, logits on {logits_BTV.device}; put both on one device"
     if whole(ignore_index) is None:
         return f"ignore_index={ignore_index!r}: the label that does not count, a whole number"
-    if problem := of_packed("docs", docs, plan.seq_len, shape[0]):
-        return problem
     if labels_BT.is_cpu:
         counted = counted_of(labels_BT, plan, labels_BT != ignore_index, docs)
         wrong = labels_BT[counted & ((labels_BT < 0) | (labels_BT >= shape[2]))]
@@ -193,13 +172,13 @@ def of_axes(over: Any) -> str | None:
 
 
 def of_mask(mask: Tensor, like: Tensor) -> str | None:
+    """Bools or integers that broadcast over the losses."""
     if problem := of_types(mask=mask):
         return problem
     if mask.is_floating_point() or mask.is_complex():
         return f"mask is {mask.dtype}: a token counts or does not, so give bools (mask > 0) or integers"
-    if mask.device != like.device:
-        return f"mask is on {mask.device}, losses on {like.device}; put both on one device"
-    if mask.dim() > 2 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], like.shape[::-1], strict=False)):
-        shapes = f"mask has shape {tuple(mask.shape)}, losses {tuple(like.shape)}"
-        return f"{shapes}: mask must have that shape, or 1 in dims where it is the same for all"
+    fits = mask.dim() <= 2 and all(m in (1, n) for m, n in zip(mask.shape[::-1], like.shape[::-1], strict=False))
+    if not fits or mask.device != like.device:
+        shapes = f"mask has shape {tuple(mask.shape)} on {mask.device}, losses {tuple(like.shape)} on {like.device}"
+        return f"{shapes}: mask must be there and have that shape, or 1 in dims where it is the same for all"
     return None

@@ -6,10 +6,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ringattn import choosing
 from ringattn.comms import mesh as meshes
 from ringattn.models.hf import model as hf_model
-from ringattn.models.hf.choice import SEQ_LEN, Choice
+from ringattn.models.hf.choice import Choice
 
 A = TypeVar("A")
 DATA = ("dp_replicate", "dp_shard")  # accelerate's names of the axes of a mesh
@@ -45,9 +44,6 @@ def over_ranks(
         )
     if ulysses is not None and (not isinstance(ulysses, int) or ulysses < 1 or size % ulysses):
         raise ValueError(f"ulysses={ulysses!r}: choose a whole number that divides cp_size={size}")
-    sizes = choosing.factored(size) if ulysses is None else [(size // ulysses, ulysses)]
-    alike = choosing.elsewhere("cpu", sizes)
-    choosing.plan(alike, seq_len=seq_len or SEQ_LEN, strategy=strategy, layout=layout)  # refuses wrong choices now
     choices = {"ulysses": ulysses, "seq_len": seq_len, "strategy": strategy, "layout": layout}
     accelerator._prepare_cp = partial(prepare_all, accelerator, choices)  # type: ignore[attr-defined]
     accelerator.maybe_context_parallel = unchanged  # type: ignore[attr-defined]

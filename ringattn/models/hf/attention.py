@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ringattn import api
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.masks.values import Value
+from ringattn.models.hf.packed import places
 from ringattn.plans.plan import Plan
 
 NAME = "ringattn"  # what transformers calls this attention
@@ -98,15 +99,8 @@ def placed_temperatures(module: Any, query: Tensor, call: Call) -> Tensor:
     def scales(at: Tensor) -> Tensor:
         return torch.log1p(torch.floor((at.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
 
-    here, at = torch.arange(query.shape[2]), call.plan.positions().cpu()
-    places = at[None]
-    if call.docs is not None and call.docs.depths is not None:
-        places = torch.from_numpy(call.docs.depths.reshape(-1, call.docs.length).copy())[:, at]
-    elif call.docs is not None:
-        starts = torch.from_numpy(call.docs.starts.copy())
-        within = torch.searchsorted(starts, at.expand(len(starts), -1).contiguous(), right=True) - 1
-        places = at - starts.gather(1, within)
-    ratio = (scales(places) / scales(here)).to(query)
+    at = places(call.docs, call.plan.positions().cpu()[None])
+    ratio = (scales(at) / scales(torch.arange(query.shape[2]))).to(query)
     return query * ratio[:, None, :, None]
 
 
@@ -186,16 +180,11 @@ def stretched(model: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def show_last(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One more position, the last one of the whole sequence, wherever it lies."""
-    x, positions = args[0], kwargs.pop("position_ids") if "position_ids" in kwargs else args[1]
-    last = module.ringattn_last.to(positions).expand(*positions.shape[:-1], 1)
-    return (x, torch.cat([positions, last], -1), *args[2:]), kwargs
-
-
-def hide_last(module: nn.Module, args: Any, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """(cos, sin) without it."""
-    return tuple(x[..., :-1, :] for x in angles)
+def with_last(self: Any, x: Tensor, position_ids: Tensor, *more: Any, **given: Any) -> tuple[Tensor, ...]:
+    """Their (cos, sin), computed with one more position: the last one of the whole sequence, wherever it lies."""
+    last = self.ringattn_last.to(position_ids).expand(*position_ids.shape[:-1], 1)
+    angles = self.ringattn_forward(x, torch.cat([position_ids, last], -1), *more, **given)
+    return tuple(each[..., :-1, :] for each in angles)
 
 
 def register() -> None:

@@ -6,17 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ringattn import choosing
 from ringattn.comms import mesh as meshes
 from ringattn.masks.spec import AttentionSpec
 from ringattn.masks.values import Value
+from ringattn.models.batch import Dealt
 from ringattn.plans.plan import Plan
 from ringattn.plans.sizes import DTYPES, heads_problem
 
 SEQ_LEN = 32768  # tokens that a plan is made for where neither the caller, a batch nor the model names a length
-OTHERS = 64  # lengths beside the first one whose plans are kept
+PLANS_KEPT = 64  # of other lengths than the first
 SLIDING = "sliding_attention"
 
 
@@ -92,7 +93,7 @@ class Spread(Value):
         self.first(model, T)
         if T not in self.plans:
             first, *others = self.plans
-            if len(others) == OTHERS:
+            if len(others) == PLANS_KEPT:
                 del self.plans[others[0]]
             self.plans[T] = self.plans[first].for_length(T)
         return self.plans[T]
@@ -102,6 +103,13 @@ class Spread(Value):
 
     def __reduce__(self) -> Any:
         raise TypeError("a prepared model belongs to its ranks; save its state_dict() or save_pretrained(FOLDER)")
+
+
+def joined(bare: Any, x: Tensor) -> Tensor:
+    """The rows of all ranks' tokens, as the last call of this prepared model spread them."""
+    last = bare.ringattn_last
+    rows: Tensor = last.whole(x) if isinstance(last, Dealt) else last.unshard(x)
+    return rows
 
 
 def source_of(plan: Any, axes: Mapping[str, Any] | None, seq_len: int | None) -> Plan | Choice:

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.models.batch import Dealt, dealt
 from ringattn.models.hf import generate as hf_generate
 from ringattn.models.hf import memory as hf_memory
 from ringattn.models.hf import trl as hf_trl
 from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import Call
-from ringattn.models.hf.dealt import Dealt, dealt
-from ringattn.models.hf.kept import Kept, kept
-from ringattn.models.hf.packed import documents, given_documents, places, refuse_mask
-from ringattn.models.hf.positions import counted
+from ringattn.models.hf.choice import Choice, attention_of
+from ringattn.models.hf.packed import counted, documents, given_documents, places, refuse_mask
 from ringattn.models.hf.refusals import LOSSES, accepted, refuse_other_attention
-from ringattn.models.hf.targets import changed, targets_of, wanted, with_loss
+from ringattn.models.hf.targets import Kept, changed, kept, targets_of, wanted, with_loss
 from ringattn.plans.plan import Plan
 from ringattn.torch.agree import compare_data
 
@@ -44,7 +44,6 @@ def forward(
 ) -> Any:
     """What a prepared model does with whole sequences. torch.compile takes what lies in between: the layers."""
     following = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
-    hf_vision.refuse_rows(self, position_ids)
     if (name := hf_generate.cache_among(kwargs)) is not None:
         if any(x is not None for x in following.values()):
             raise ValueError(f"labels with {name}: a cache has no gradients; leave one of them out")
@@ -62,7 +61,7 @@ def forward(
         with hf_vision.cutting(self, later):
             return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
     kept = few(self, logits_to_keep, plan, following, given)
-    asked = wanted(self, one_row_of(one_row, targets_of(labels, shift_labels, attention_mask, docs)), plan)
+    asked = wanted(self, targets_of(labels, shift_labels, attention_mask, docs), plan, one_row)
     with hf_vision.cutting(self, later), hf_memory.losses_of(self, asked):
         output = hf_memory.with_losses(self, self.local_forward(**given))
     if output is None:  # the model changes what its head gives: once more, with logits
@@ -130,7 +129,7 @@ def local_inputs(
 
     With images it is called with all tokens, and its decoder cuts them.
     """
-    B, T = sizes(input_ids, inputs_embeds, position_ids, following)
+    B, T = sizes(self, input_ids, inputs_embeds, position_ids, following)
     (labels,) = following.values()
     plan, name = self.ringattn.local(self, T), type(self).__name__
     docs = kwargs.pop("docs", None)
@@ -158,7 +157,7 @@ def local_inputs(
         raise ValueError(f"docs in a call of {name} with images, or with positions of its own, are not supported")
     if positions is None and not media:
         positions = counted(self, x, attention_mask) if docs is None else places(docs, own)
-    one_row = None if labels is None or media else dealt(self, plan, where, attention_mask, (B, T))
+    one_row = None if labels is None or media else dealt_out(self, plan, where, attention_mask, (B, T))
     self.ringattn_last = one_row or plan
     if media:
         later = hf_vision.Share(Call(plan, where), (B, T), own, partial(plan.shard, compare=False))
@@ -168,6 +167,32 @@ def local_inputs(
     if labels is None:
         compare_data(plan)
     return one_row.plan if one_row else plan, {**given, "use_cache": False, **accepted(kwargs)}, later
+
+
+def dealt_out(
+    model: Any, plan: Plan, docs: Docs | None, attention_mask: Tensor | None, shape: tuple[int, int]
+) -> Dealt | None:
+    """The batch as one row, if the model's plans leave the layout open, or deal out documents, and the batch has some.
+
+    Layers of linear attention, which compute documents in rows of their own then, cost more: models with such layers
+    are dealt out on request, and not where they are compiled, since that would be done anew for each batch.
+    """
+    if docs is None or plan.ring == 1:
+        return None
+    source, linear = model.ringattn.source, model.ringattn_before.linear
+    is_open = isinstance(source, Choice) and source.layout == "auto" and not linear
+    if not (is_open or plan.layout == "balanced") or (linear and compiled(model)):
+        return None
+    if not docs.plain and (shape[0] > 1 or docs.padded):
+        return None
+    real = None if attention_mask is None else attention_mask.bool().numpy(force=True)
+    return dealt(plan, docs, attention_of(model).get("spec", AttentionSpec()), shape, real)
+
+
+def compiled(model: Any) -> bool:
+    """Whether torch.compile runs the model, or a part of it."""
+    running = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    return running or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
 def of_text(self: Any, x: dict[str, Tensor], positions: Tensor, one_row: Dealt | None, call: Call) -> dict[str, Any]:
@@ -186,12 +211,6 @@ def of_text(self: Any, x: dict[str, Tensor], positions: Tensor, one_row: Dealt |
 
 
 @torch.compiler.disable
-def one_row_of(one_row: Dealt | None, targets: list[Tensor]) -> list[Tensor]:
-    """The targets as the batch is dealt out."""
-    return [one_row.row(x) for x in targets] if one_row else targets
-
-
-@torch.compiler.disable
 def guard(self: Any, output: Any) -> None:
     """Refuse a backward pass that would recompute layers of a model that is no longer prepared: they would be wrong."""
 
@@ -207,24 +226,24 @@ def guard(self: Any, output: Any) -> None:
             x.register_hook(check)
 
 
-def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict[str, Any]) -> tuple[int, int]:
+def sizes(
+    model: Any, input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict[str, Any]
+) -> tuple[int, int]:
     """(B, T) of what was given; a ValueError about what is no tensor of that shape."""
     name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+    dims = ["batch", "tokens"] if inputs_embeds is None else ["batch", "tokens", "width"]
     if given is None:
         raise ValueError("pass input_ids or inputs_embeds: whole sequences, the same on every rank")
-    dims = 2 if inputs_embeds is None else 3
-    if not isinstance(given, Tensor):
-        raise ValueError(f"{name} is of type {type(given).__name__}; pass torch.tensor({name})")
-    if given.dim() != dims:
-        kind = "[batch, tokens]" if dims == 2 else "[batch, tokens, width]"
-        raise ValueError(f"{name} has shape {tuple(given.shape)}; expected {kind}")
+    if not isinstance(given, Tensor) or given.dim() != len(dims):
+        raise ValueError(f"{name} {described(given)}; expected a tensor [{', '.join(dims)}]")
     B, T = given.shape[:2]
-    single = [((B, T),)] * len(following)
-    several = tuple((*rows, b, T) for b in (B, 1) for rows in ((), (3,), (4,)))  # of M-RoPE
-    for (other, x), shapes in zip(
-        (*following.items(), ("position_ids", position_ids)), (*single, several), strict=True
-    ):
-        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
-            shape = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
-            raise ValueError(f"{other} {shape}; expected a tensor of shape ({B}, {T}), whole as {name} is")
+    several = ((), (3,), (4,)) if getattr(position_ids, "ndim", 2) == 3 and hf_vision.turns_by_rows(model) else ((),)
+    shapes = {key: [(B, T)] for key in following} | {"position_ids": [(*n, b, T) for b in (B, 1) for n in several]}
+    for other, x in (*following.items(), ("position_ids", position_ids)):
+        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes[other]):
+            raise ValueError(f"{other} {described(x)}; expected a tensor of shape ({B}, {T}), whole as {name} is")
     return B, T
+
+
+def described(x: Any) -> str:
+    return f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"

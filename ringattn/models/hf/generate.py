@@ -21,14 +21,14 @@ from ringattn import api
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import Call
-from ringattn.models.hf.kept import kept
 from ringattn.models.hf.refusals import accepted, refuse_other_attention
+from ringattn.models.hf.targets import kept
 from ringattn.plans.plan import Plan
 from ringattn.serving import KVCache
 from ringattn.torch import same_data
 from ringattn.torch.agree import compare_data
 
-FEW = 16  # more new tokens than this are spread over ranks
+LOCAL_TOKENS = 16  # at most so many new tokens are not spread over ranks
 LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample")  # of transformers, whose caches only grow
 
 
@@ -139,11 +139,11 @@ def with_cache(
     own = own if cache.padding is None else (own - cache.padding[:, None]).clamp(min=0)
     own = own + cache.turned
     media, n_kept = hf_vision.media_of(self, given), min(keep or n, n)
-    kept_here: Any = n_kept
+    local_keep: Any = n_kept
     chunk, call = None, Call(plan, None, cache)
-    if n > FEW or padding is not None or not cache.begun():
+    if n > LOCAL_TOKENS or padding is not None or not cache.begun():
         chunk = Chunk(spread.local(self, n), B, n_kept, padding, tokens.device)
-        call, kept_here = chunk.call(cache), chunk.few.mine
+        call, local_keep = chunk.call(cache), chunk.few.mine
     share = hf_vision.Share(call, (B, n), own, chunk.take if chunk else unchanged, padding)
     if media:
         mask = None if attention_mask is None else attention_mask[:, -n:]
@@ -153,8 +153,8 @@ def with_cache(
         at = share.positions(self.ringattn_before.stretched, position_ids)
         new, later = {name: share.take(tokens, 1), **at, "ringattn": call}, None
     with torch.no_grad(), hf_vision.cutting(self, later):
-        output = self.local_forward(**new, **keeping(self, kept_here), **{"use_cache": False, **accepted(given)})
-    logits = output.logits if chunk is None or takes_kept(self) else output.logits[:, kept_here]
+        output = self.local_forward(**new, **keeping(self, local_keep), **{"use_cache": False, **accepted(given)})
+    logits = output.logits if chunk is None or takes_kept(self) else output.logits[:, local_keep]
     logits = logits[:, -n_kept:] if chunk is None else chunk.join(logits)
     cache.grow(n, padding is not None)
     kind: Any = type(output)

@@ -1,7 +1,7 @@
 """The linear layers of transformers' models over ranks: the delta rule and Mamba-2, each behind a short convolution.
 
 Such a layer mixes tokens by two functions of its module only, a convolution and a recurrence in chunks. A prepared
-layer runs its own forward with these two replaced (`replace`); projections, gates and norms stay the model's.
+layer runs its own forward with these two replaced (`spread`); projections, gates and norms stay the model's.
 
     B batch   T this rank's tokens   C channels   W width   H heads   G key heads   K key dim   V value dim
 """
@@ -19,7 +19,7 @@ from ringattn import api
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import few_tokens
 from ringattn.models.hf.attention import Call
-from ringattn.models.linear import FEW, exact
+from ringattn.models.linear import STEP_TOKENS, exact
 from ringattn.plans.plan import Plan
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear.halo import causal_convolution, last_tokens
@@ -29,15 +29,9 @@ EPS = 1e-6  # of the length of q and k, in all these models
 
 
 def convolution(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    layer: int,
-    ringattn: Call | None = None,
-    **others: Any,
-) -> Tensor:
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
+    layer: int, ringattn: Call | None = None, **others: Any,
+) -> Tensor:  # fmt: skip
     """`causal_conv1d_fn`: [B, C, T] by weight [C, W], whose last column is the token itself."""
     from transformers.activations import ACT2FN
 
@@ -54,17 +48,9 @@ def convolution(
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    layer: int,
-    use_qk_l2norm_in_kernel: bool = False,
-    ringattn: Call | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *,
+    layer: int, use_qk_l2norm_in_kernel: bool = False, ringattn: Call | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Gated DeltaNet (g [B, T, H]) and Kimi Delta Attention (g [B, T, H, K]): q, k [B, T, G, K], v [B, T, H, V]."""
     if use_qk_l2norm_in_kernel:
         query, key = ((exact(x) * torch.rsqrt(exact(x).square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
@@ -73,21 +59,11 @@ def delta_rule(
 
 
 def mamba2(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    layer: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    ringattn: Call | None = None,
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *,
+    layer: int, D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), ringattn: Call | None = None,
     **others: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Mamba-2: values x dt [B, T, H, V], log decays A dt, keys B and queries C [B, T, G, K], and x D added."""
     if z is not None:
         raise ValueError("a Mamba-2 layer gates inside of its scan (z), which is not supported over ranks")
@@ -110,7 +86,7 @@ def attended(
         at = torch.from_numpy(own_positions(plan)).to(q.device)
         padding = at >= call.lengths[:, None]
         k, g = (x.masked_fill(padding.reshape(*padding.shape, *[1] * (x.dim() - 2)), 0.0) for x in (k, g))
-    if q.shape[1] <= FEW and not call.spread:
+    if q.shape[1] <= STEP_TOKENS and not call.spread:
         out, state = few_tokens(Inputs(q, k, v, g, beta, None, scale), state)
         out = out.to(v.dtype)
     else:
@@ -164,8 +140,8 @@ def names(module: nn.Module) -> set[str]:
     return set() if code is None else set(code.co_names)
 
 
-def replace(layer: Any) -> None:
-    """Give the layer its own forward, which calls these functions in the place of its module's.
+def spread(layer: Any) -> MethodType:
+    """The layer's own forward, which calls these functions in the place of its module's.
 
     The functions belong to the layer, not to its module: other models, and ranks that are threads, keep theirs.
     """
@@ -176,8 +152,4 @@ def replace(layer: Any) -> None:
     scope.pop("__name__")  # by which torch.compile would find the module, and its functions
     forward = FunctionType(run.__code__, scope, run.__name__, run.__defaults__, run.__closure__)
     forward.__kwdefaults__ = run.__kwdefaults__
-    layer.forward = MethodType(forward, layer)  # a copy of the model runs its own weights
-
-
-def restore(layer: nn.Module) -> None:
-    vars(layer).pop("forward", None)
+    return MethodType(forward, layer)

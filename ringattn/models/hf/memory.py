@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ringattn.models.hf.modules import inner
 from ringattn.models.hf.targets import Wanted, changed, cross_entropy
 from ringattn.models.pieces import LOGITS, tokens_at_once
 from ringattn.models.pieces import in_pieces as applied
@@ -30,20 +31,18 @@ def in_pieces(model: Any) -> Any:
     head (soft caps, scales). Call it before the model is wrapped in DDP or FSDP. Beside it, let the layers recompute
     all but attention: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": hf.keep_attention})`.
     """
-    from ringattn.models.hf.model import inner
-
     bare = inner(model)
     head = bare.get_output_embeddings() if hasattr(bare, "get_decoder") else None
     if head is None:
         raise ValueError(f"{type(model).__name__} is not a transformers model that predicts tokens")
     for module in of_single_tokens(bare.get_decoder()):
-        replace(module, by_pieces)
-    replace(head, losses_or_logits)
+        give(module, by_pieces)
+    give(head, losses_or_logits)
     return model
 
 
-def replace(module: Any, forward: Any) -> None:
-    """Give a module another forward, unless it has that already. It is a method, so a copy runs its own weights."""
+def give(module: Any, forward: Any) -> None:
+    """Give a module this forward, unless it has it already."""
     if "ringattn_whole" not in vars(module):
         count = len(list(module.parameters()))  # now, since wrappers change them
         new = {"ringattn_whole": module.forward, "ringattn_weights": count, "ringattn_width": width(module)}
@@ -70,38 +69,35 @@ def width(module: nn.Module) -> int:
     return max([*sizes, *(len(p) for p in module.parameters() if p.dim() == 1)], default=0)
 
 
-def weights_of(module: Any) -> list[nn.Parameter] | None:
-    """The weights that are trained; None if a wrapper replaced them (FSDP1)."""
+def pieces_of(module: Any, function: Any, numbers: int, *given: Tensor) -> Tensor:
+    """A function of single tokens, for a few at a time, with the weights that are trained of this module.
+
+    torch's checkpoint finds the weights if a wrapper replaced them (FSDP1).
+    """
     weights = list(module.parameters())
-    return [w for w in weights if w.requires_grad] if len(weights) == module.ringattn_weights else None
+    trained = [w for w in weights if w.requires_grad] if len(weights) == module.ringattn_weights else None
+    return applied(function, tokens_at_once(numbers, module.ringattn_width, len(given[0])), *given, weights=trained)
 
 
-def by_pieces(self: Any, x: Tensor) -> Tensor:
+def by_pieces(self: Any, x: Tensor) -> Any:
     if x.dim() != 3:  # a norm of single heads
-        out: Tensor = self.ringattn_whole(x)
-        return out
-    return applied(
-        self.ringattn_whole, tokens_at_once(NUMBERS, self.ringattn_width, len(x)), x, weights=weights_of(self)
-    )
+        return self.ringattn_whole(x)
+    return pieces_of(self, self.ringattn_whole, NUMBERS, x)
 
 
 @torch.compiler.disable
-def losses_or_logits(self: Any, x: Tensor) -> Tensor:
+def losses_or_logits(self: Any, x: Tensor) -> Any:
     """What the head of a model gives: logits, or within `losses_of` the loss of each token."""
     labels = vars(self).get("ringattn_labels")
     if labels is None:
-        logits: Tensor = self.ringattn_whole(x)
-        return logits
+        return self.ringattn_whole(x)
 
     def losses(x: Tensor, labels: Tensor) -> Tensor:
         logits = self.ringattn_whole(x)
         return cross_entropy(logits, labels).clone()  # no view: FSDP2 puts a hook on what a module gives
 
-    made = applied(
-        losses, tokens_at_once(LOGITS, self.ringattn_width, len(x)), x, labels.to(x.device), weights=weights_of(self)
-    )
-    self.ringattn_losses = made
-    return made
+    self.ringattn_losses = pieces_of(self, losses, LOGITS, x, labels.to(x.device))
+    return self.ringattn_losses
 
 
 @contextmanager

@@ -5,7 +5,6 @@ B batch   T all tokens   t this rank's tokens   V vocabulary
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 from ringattn.models.hf import generate as hf_generate
 from ringattn.models.hf import linear as hf_linear
 from ringattn.models.hf import vision as hf_vision
-from ringattn.models.hf.attention import NAME, hide_last, register, show_last, stretched
-from ringattn.models.hf.choice import Spread, axes_of, source_of
-from ringattn.models.hf.dealt import joined
+from ringattn.models.hf.attention import NAME, register, stretched, with_last
+from ringattn.models.hf.choice import Spread, axes_of, joined, source_of
 from ringattn.models.hf.forward import forward_of, is_ours
-from ringattn.models.hf.positions import is_counted, rule_of
+from ringattn.models.hf.modules import configs_of, give_own_configs, inner, replace, restore
+from ringattn.models.hf.packed import is_counted, rule_of
 from ringattn.models.hf.refusals import refuse
 from ringattn.plans.plan import Plan
 
@@ -67,25 +66,23 @@ def prepare(
     else:
         hf_vision.towers_keep_theirs(bare, decoder)
         hf_vision.cut_at(decoder)
-    hooks: list[Any] = []
     rotaries = stretched(bare)
     for rotary in rotaries:
-        hooks.append(rotary.register_forward_pre_hook(show_last, with_kwargs=True))
-        hooks.append(rotary.register_forward_hook(hide_last))
+        replace(rotary, ringattn_last=None, ringattn_forward=rotary.forward, forward=MethodType(with_last, rotary))
     linear = hf_linear.linear_layers(bare)
     for layer in linear:
-        hf_linear.replace(layer)
-    new = {
-        "ringattn": Spread(source, over, is_counted(bare), compare, averaged),
-        "ringattn_last": None,  # how the latest batch was spread
-        "local_forward": bare.forward,
-        "forward": MethodType(forward_of(bare), bare),  # not a closure: a copy of the model runs its own weights
-        "generate": MethodType(hf_generate.generate, bare),
-        "_prepare_cache_for_generation": MethodType(hf_generate.prepare_cache, bare),
-    }
-    attributes = {name: vars(bare)[name] for name in new if name in vars(bare)}
-    before = Before(tuple(new), attributes, configs, hooks, rotaries, rule_of(bare), bool(linear))
-    vars(bare).update(new, ringattn_before=before)
+        replace(layer, forward=hf_linear.spread(layer))
+    replace(
+        bare,
+        ringattn=Spread(source, over, is_counted(bare), compare, averaged),
+        ringattn_last=None,  # how the latest batch was spread
+        ringattn_fused=None,  # the forward that TRL put around this one
+        ringattn_before=Before(configs, rotaries, rule_of(bare), bool(linear)),
+        local_forward=bare.forward,
+        forward=MethodType(forward_of(bare), bare),
+        generate=MethodType(hf_generate.generate, bare),
+        _prepare_cache_for_generation=MethodType(hf_generate.prepare_cache, bare),
+    )
     if isinstance(source, Plan) or seq_len is not None:
         plan_of(bare)
     return model
@@ -102,15 +99,9 @@ def plan_of(model: Any) -> Plan:
 
 @dataclass
 class Before:
-    """What `unprepare` removes and restores: attributes of the model, the attention of its configs, and hooks.
+    """What `unprepare` gives configs back, and modules that each call needs and would take long to look for."""
 
-    And what of the model's modules each call needs, which would take long to look for.
-    """
-
-    new: tuple[str, ...]
-    attributes: dict[str, Any]
     configs: list[tuple[Any, str | None]]
-    hooks: list[Any]
     stretched: list[nn.Module]  # rotary angles that depend on the length
     rule: nn.Module | None  # what numbers positions by a rule of its own
     linear: bool  # whether there are layers of linear attention
@@ -121,15 +112,14 @@ def whole(model: Any, x: Tensor) -> Tensor:
     bare = inner(model)
     if getattr(bare, "ringattn_last", None) is None:
         raise ValueError("nothing to join: call the prepared model first")
-    return joined(bare.ringattn_last, x)
+    return joined(bare, x)
 
 
 def unprepare(model: nn.Module) -> nn.Module:
     """The same model as it was before `prepare`, with the weights that it has now; also inside of peft's adapters.
 
-    Undone are the forward of the model and of its linear layers, generate, the attention of its configs (unless it was
-    changed since), and the hooks of rotary angles. The model keeps its own copy of its config. The name of this
-    attention stays registered with transformers, and changes no other model.
+    The attention of its configs stays if it was changed since. The model keeps its own copy of its config, and the name
+    of this attention stays registered with transformers, and changes no other model.
     """
     bare = inner(model)
     name = type(bare).__name__
@@ -140,21 +130,10 @@ def unprepare(model: nn.Module) -> nn.Module:
             f"the forward of this {name} was wrapped after prepare; undo that first (accelerate: "
             "accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
         )
-    before = bare.ringattn_before
-    for hook in before.hooks:
-        hook.remove()
-    for rotary in before.stretched:
-        vars(rotary).pop("ringattn_last", None)
-    for layer in hf_linear.linear_layers(bare):
-        hf_linear.restore(layer)
-    if (decoder := hf_vision.decoder_of(bare)) is not None:
-        hf_vision.undo(decoder)
-    for config, way in before.configs:
+    for config, way in bare.ringattn_before.configs:
         if config._attn_implementation == NAME:
             config._attn_implementation_internal = way
-    for attribute in (*before.new, "ringattn_before", "ringattn_fused"):
-        vars(bare).pop(attribute, None)
-    vars(bare).update(before.attributes)
+    restore(bare)
     return model
 
 
@@ -169,30 +148,3 @@ def prepared(model: nn.Module, plan: Any, **options: Any) -> Iterator[nn.Module]
         yield ready
     finally:
         unprepare(model)
-
-
-def inner(model: Any) -> Any:
-    """The model inside of peft's adapters and of torch.compile."""
-    while "_orig_mod" in getattr(model, "_modules", {}):
-        model = model._orig_mod
-    return inner(model.get_base_model()) if hasattr(model, "get_base_model") else model
-
-
-def give_own_configs(model: nn.Module) -> None:
-    """Replace each config that modules hold by a copy, so that no other model that was made from it changes."""
-    copies: dict[int, Any] = {}  # of deepcopy: what was shared within the model stays shared
-    for module in model.modules():
-        for name, x in vars(module).items():
-            if hasattr(x, "sub_configs"):
-                vars(module)[name] = deepcopy(x, copies)
-
-
-def configs_of(model: nn.Module) -> list[Any]:
-    """Every config whose attention `set_attn_implementation` may change, once."""
-    configs: dict[int, Any] = {}
-    waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    for config in waiting:
-        if id(config) not in configs and hasattr(config, "_attn_implementation"):
-            configs[id(config)] = config
-            waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(configs.values())

@@ -1,18 +1,20 @@
-"""The documents of a batch for transformers' models: by a padding mask, positions, and what collators give for packing.
+"""The documents and positions of a batch: by a padding mask, position_ids, what collators give, and the model's rules.
 
 B batch   T all tokens
 """
 
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringattn.masks.spec import Docs
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # beside position_ids, from DataCollatorWithFlattening
 UNUSED = ("max_length_q", "max_length_k")  # the others contain it already
+RULES = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
 
 
 def documents(
@@ -29,20 +31,12 @@ def documents(
             f"attention_mask has shape {tuple(attention_mask.shape)}; expected ({B}, {T}), 1 where a token is real: "
             "give packed documents by position_ids, and other masks by the model's configuration"
         )
-    cuts, packed = np.zeros((B, T), bool), packing(B, T, more)
+    cuts = packing(B, T, more)
     if position_ids is not None and position_ids.dim() == 3:  # M-RoPE: the first of 4 rows counts tokens of text
         position_ids = position_ids[0] if len(position_ids) == 4 else None
     if position_ids is not None:
         positions = position_ids.expand(B, T).numpy(force=True)
-        cuts[:, 1:] = np.diff(positions, axis=1) != 1
-    if packed is not None:
-        name, begins = packed
-        if len(at := np.argwhere(cuts & ~begins)):
-            raise ValueError(
-                f"position_ids begin again at token {at[0, 1]}, and {name} has no document that begins there; make "
-                "them agree, or give one of them"
-            )
-        cuts |= begins
+        cuts[:, 1:] |= np.diff(positions, axis=1) != 1
     if attention_mask is not None:
         cuts |= padded(attention_mask)
     if not cuts.any():
@@ -65,12 +59,14 @@ def given_documents(docs: Any, shape: tuple[int, int], attention_mask: Any, more
     return docs
 
 
-def places(docs: Docs, own: Tensor) -> Tensor:
-    """The position of each token [rows, T] in its document, in trees along its branch."""
+def places(docs: Docs | None, at: Tensor) -> Tensor:
+    """The position in its document, in trees along its branch, of each of these tokens [1, n]."""
+    if docs is None:
+        return at
     if docs.depths is not None:
-        return torch.from_numpy(docs.depths.reshape(-1, docs.length).copy()).to(own)
-    starts = torch.tensor(docs.starts.tolist(), device=own.device)
-    at = own.expand(len(starts), -1).contiguous()
+        return torch.from_numpy(docs.depths.reshape(-1, docs.length).copy()).to(at)[:, at[0]]
+    starts = torch.tensor(docs.starts.tolist(), device=at.device)
+    at = at.expand(len(starts), -1).contiguous()
     return at - starts.gather(1, torch.searchsorted(starts, at, right=True) - 1)
 
 
@@ -97,33 +93,48 @@ def changes(x_BT: np.ndarray) -> np.ndarray:
     return np.pad(x_BT[:, 1:] != x_BT[:, :-1], ((0, 0), (1, 0)))
 
 
-def packing(B: int, T: int, more: dict[str, Any]) -> tuple[str, np.ndarray] | None:
-    """The argument that defines where documents begin, and where, [B, T], except the first of a row."""
-    starts: dict[str, np.ndarray] = {}
+def packing(B: int, T: int, more: dict[str, Any]) -> np.ndarray:
+    """Where documents begin [B, T], except the first of a row, by any of the arguments of PACKING."""
+    cuts = np.zeros((B, T), bool)
     for name in PACKING:
-        x = more.get(name)
-        if x is None:
+        if more.get(name) is None:
             continue
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is of type {type(x).__name__}; expected a tensor")
-        x = x.numpy(force=True)
+        x = torch.as_tensor(more[name]).numpy(force=True)
         if name == "seq_idx":
             if x.shape != (B, T):
                 raise ValueError(f"seq_idx has shape {x.shape}; expected ({B}, {T}), the document of each token")
-            cuts = changes(x)
-        else:
-            if B != 1 or x.ndim != 1 or not x.size or x[0] != 0 or x[-1] != T or (np.diff(x) < 0).any():
-                raise ValueError(
-                    f"{name}={x.tolist()} with {B} rows of {T} tokens: it must rise from 0 to the number of tokens in "
-                    "one row, as DataCollatorWithFlattening packs them"
-                )
-            cuts = np.zeros((1, T), bool)
-            cuts[0, x[(x > 0) & (x < T)]] = True
-        starts[name] = cuts
-    if not starts:
-        return None
-    (first, begins), *others = starts.items()
-    for name, cuts in others:
-        if (cuts != begins).any():
-            raise ValueError(f"{first} and {name} begin documents at different tokens; make them agree, or give one")
-    return first, begins
+            cuts |= changes(x)
+            continue
+        if B != 1 or x.ndim != 1 or not x.size or x[0] != 0 or x[-1] != T or (np.diff(x) < 0).any():
+            raise ValueError(
+                f"{name}={x.tolist()} with {B} rows of {T} tokens: it must rise from 0 to the number of tokens in one "
+                "row, as DataCollatorWithFlattening packs them"
+            )
+        cuts[0, x[(x > 0) & (x < T)]] = True
+    return cuts
+
+
+def counted(model: Any, x: dict[str, Tensor], attention_mask: Tensor | None) -> Tensor | None:
+    """The positions that a model gives whole sequences, if that is not one after the other."""
+    positions = numbered(model.ringattn_before.rule, x.get("input_ids"), x.get("inputs_embeds"))
+    if positions is None and model.ringattn.counted and attention_mask is not None:
+        return (attention_mask.cumsum(1) * attention_mask).long() - 1
+    return positions
+
+
+def rule_of(model: nn.Module) -> nn.Module | None:
+    """The embeddings that give whole sequences positions by a rule of their own, as RoBERTa's do, if there are any."""
+    return next((m for m in model.modules() if hasattr(m, RULES[0])), None)
+
+
+def numbered(embeddings: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor | None:
+    """The positions by that rule; None without one."""
+    name, x = (RULES[0], input_ids) if inputs_embeds is None else (RULES[1], inputs_embeds)
+    rule = getattr(embeddings, name, None)
+    return None if rule is None else rule(x, embeddings.padding_idx)
+
+
+def is_counted(model: nn.Module) -> bool:
+    """Whether positions are counted over the real tokens: an embedding of positions that takes the padding mask."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    return any("attention_mask" in signature(m.forward).parameters for m in embeddings)

@@ -63,8 +63,6 @@ def refuse_model(model: nn.Module, name: str) -> None:
             f"{name} has layers of type {', '.join(others)}; supported are {', '.join(LAYERS)}, and linear attention "
             "by the delta rule or Mamba-2"
         )
-    if any("forward" in vars(layer) for layer in linear):
-        raise ValueError(f"{name} has linear layers whose forward was replaced; prepare it before that")
     ours = {id(module) for module in convolutions(model)}
     running: Any = model if text is config else model.get_decoder()  # type: ignore[operator]  # towers see no text
     convolving = [m for m in running.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]

@@ -1,20 +1,22 @@
-"""What each token predicts, and the loss that is averaged over the tokens of all ranks.
+"""What each token predicts, the loss that is averaged over the tokens of all ranks, and logits of some tokens only.
 
-B batch   T all tokens   t this rank's tokens   V vocabulary
+B batch   T all tokens   t this rank's tokens   m kept tokens of this rank   n kept tokens   V vocabulary
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.masks.spec import Docs
-from ringattn.models.batch import IGNORED, following
+from ringattn.models.batch import IGNORED, Dealt, following, local_labels
 from ringattn.models.loss import compare_ranks, mean_over_ranks
 from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.plans.plan import Plan
+from ringattn.torch.sharding import Gathered, local_positions
 
 
 def targets_of(
@@ -38,14 +40,13 @@ class Wanted(NamedTuple):
 
 
 @torch.compiler.disable
-def wanted(self: Any, targets: list[Tensor], plan: Plan) -> Wanted | None:
-    """This rank's part of the targets [B, T]; None if there are none."""
+def wanted(self: Any, targets: list[Tensor], plan: Plan, one_row: Dealt | None) -> Wanted | None:
+    """This rank's part of the targets [B, T], or of the batch as it is dealt out; None if there are none."""
     if not targets:
         return None
-    first, *more = (x - IGNORED for x in targets)  # padding, 0, becomes IGNORED
-    labels = plan.shard(first, dim=1, compare=self.ringattn.compare) + IGNORED
-    others = plan.shard(torch.stack(more), dim=2, compare=False) + IGNORED if more else None
-    return Wanted(labels, others)
+    labels, *more = [one_row.row(x) for x in targets] if one_row else targets
+    others = local_labels(torch.stack(more), plan, dim=2, compare=False) if more else None
+    return Wanted(local_labels(labels, plan, compare=self.ringattn.compare), others)
 
 
 @torch.compiler.disable
@@ -91,3 +92,40 @@ def cross_entropy(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
     """In float32, of each token that has a label; 0 for the others."""
     logits, labels = logits_BtV.float().flatten(0, 1), labels_Bt.flatten()
     return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED).view_as(labels_Bt)
+
+
+class Kept(NamedTuple):
+    """Which of this rank's tokens are kept, and how the kept tokens of all ranks make the result."""
+
+    mine: Tensor  # [m], local indices
+    order: Tensor  # [n], indices into the kept tokens of all ranks, each padded to `most`
+    most: int
+    plan: Plan
+
+    @torch.compiler.disable
+    def join(self, logits_BmV: Tensor) -> Tensor:
+        """The logits of all kept tokens [B, n, V] on every rank; differentiable as `plan.unshard` is."""
+        padded = F.pad(logits_BmV, [0, 0, 0, self.most - logits_BmV.shape[1]])
+        return Gathered.apply(padded, self.plan, 1).index_select(1, self.order)
+
+
+def kept(keep: int | Tensor, plan: Plan, device: torch.device) -> Kept:
+    """The last `keep` tokens, or those at the positions of a tensor."""
+    T = plan.seq_len
+    if isinstance(keep, Tensor):
+        at = keep.numpy(force=True)
+        if at.ndim != 1 or at.dtype.kind not in "iu" or not at.size or (at < -T).any() or (at >= T).any():
+            raise ValueError(
+                f"logits_to_keep has shape {tuple(keep.shape)} and dtype {keep.dtype}; expected positions [n], of {T} "
+                "tokens"
+            )
+        at = np.where(at < 0, at + T, at)
+    else:
+        at = np.arange(max(0, T - keep), T)
+    places = [(r, u) for r in range(plan.ring) for u in range(plan.ulysses)]
+    rows = {place: np.flatnonzero(np.isin(local_positions(plan, *place), at)) for place in places}
+    most, slots = max(map(len, rows.values())), np.empty(T, np.int64)
+    for i, place in enumerate(places):
+        slots[local_positions(plan, *place)[rows[place]]] = i * most + np.arange(len(rows[place]))
+    mine = rows[plan.ring_axis.rank, plan.ulysses_axis.rank]
+    return Kept(torch.from_numpy(mine).to(device), torch.from_numpy(slots[at]).to(device), most, plan)

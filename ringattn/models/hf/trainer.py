@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ringattn.comms import mesh as meshes
-from ringattn.models.batch import IGNORED
+from ringattn.models.batch import IGNORED, Dealt
 from ringattn.models.hf import accelerate as hf_accelerate
 from ringattn.models.hf import model as hf_model
 from ringattn.models.hf import trl as hf_trl
-from ringattn.models.hf.dealt import Dealt
+from ringattn.models.hf.choice import joined
 from ringattn.models.hf.forward import keep_outermost
 from ringattn.models.hf.targets import scaled, targets_of
 from ringattn.plans.plan import Plan
@@ -110,7 +110,7 @@ class OverRanks(hf_trl.Answers):
                 raise ValueError(f"this trainer has a {name}, which needs all logits on one rank; leave it out")
         if self.by_trl:
             given = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-            with self.plans_counted_once():
+            with self.as_data_ranks():
                 return super().compute_loss(model, inputs, **given)  # type: ignore[misc]
         items = num_items_in_batch
         if items is not None and not self.model_accepts_loss_kwargs:  # each batch's and data rank's own mean counts
@@ -126,7 +126,7 @@ class OverRanks(hf_trl.Answers):
         return size if self.by_accelerate else size // self.spread.size
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        with self.plans_counted_once():
+        with self.as_data_ranks():
             super()._track_num_input_tokens(inputs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Tensor | None:
@@ -140,39 +140,21 @@ class OverRanks(hf_trl.Answers):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Any, Any]:
         """The loss, if there are labels, and what else the model gives, of the whole sequences."""
-        if self.by_trl:
-            given = model, inputs, prediction_loss_only, ignore_keys
-            loss, logits, labels = super().prediction_step(*given)  # type: ignore[misc]
-            if logits is not None:
-                logits = self.whole(logits, *labels.shape)
-            return loss, logits, labels
-        inputs = self._prepare_inputs(inputs)
-        labels = next((inputs[name] for name in LABELS if inputs.get(name) is not None), None)
-        with torch.no_grad():
-            if labels is None:
-                loss, output = None, model(**inputs)
-            else:
-                loss, output = self.compute_loss(model, inputs, return_outputs=True)
-            if prediction_loss_only:
-                return loss, None, None
-            B, T = inputs["input_ids" if inputs.get("input_ids") is not None else "inputs_embeds"].shape[:2]
-            ignored = getattr(hf_model.inner(self.model).config, "keys_to_ignore_at_inference", [])
-            left_out = {"loss", *(ignored if ignore_keys is None else ignore_keys)}
-            outputs = tuple(self.whole(x, B, T) for name, x in output.items() if name not in left_out)
-            return loss, outputs[0] if len(outputs) == 1 else outputs, labels
+        given = model, inputs, prediction_loss_only, ignore_keys
+        loss, outputs, labels = super().prediction_step(*given)  # type: ignore[misc]
+        return loss, None if outputs is None else self.whole(outputs), labels
 
-    def whole(self, x: Any, B: int, T: int) -> Any:
+    def whole(self, x: Any) -> Any:
         """The rows of all tokens, of an output or of several [B, t, ...]."""
         if isinstance(x, list | tuple):
-            return tuple(self.whole(each, B, T) for each in x)
+            return tuple(map(self.whole, x))
         model = hf_model.inner(self.model)
-        plan, last = self.spread.local(model, T), model.ringattn_last
-        if isinstance(last, Dealt) and isinstance(x, Tensor) and x.shape[:2] == (1, last.plan.local_len):
-            return last.whole(x)
-        if not isinstance(x, Tensor) or x.shape[:2] != (B, plan.local_len):
+        last = model.ringattn_last
+        plan = last.plan if isinstance(last, Dealt) else last
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] != plan.local_len:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"the model also gives {shape}, which is not one row a token: name it in ignore_keys")
-        return plan.unshard(x)
+        return joined(model, x)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         counted = Counted(dataloader, self.data_place, self.args.eval_batch_size)
@@ -188,11 +170,11 @@ class OverRanks(hf_trl.Answers):
     @cached_property
     def firsts(self) -> Tensor:
         """The first rank of each plan, in the order of the data ranks."""
-        plan = self.plan
-        other = plan.ring_axis.rank + plan.ulysses_axis.rank > 0
-        places, others = self.accelerator.gather(
-            torch.tensor([[self.data_place[1], other]], device=self.accelerator.device)
-        ).unbind(1)
+        from accelerate.utils import gather
+
+        later = self.plan.ring_axis.rank + self.plan.ulysses_axis.rank > 0
+        place = torch.tensor([[self.data_place[1], later]], device=self.accelerator.device)
+        places, others = gather(place).unbind(1)
         ranks = (others == 0).nonzero()[:, 0]
         return ranks[places[ranks].argsort()]
 
@@ -214,7 +196,7 @@ class OverRanks(hf_trl.Answers):
                 f"train_sampling_strategy={strategy!r} deals out examples by their lengths, others to each rank, and "
                 "the ranks of a plan need the same: use 'random' or 'sequential'"
             )
-        with self.plans_counted_once():
+        with self.as_data_ranks():
             loader: Any = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
         loader.worker_init_fn = None  # which seeds by the rank
         return loader

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.models.batch import IGNORED
-from ringattn.models.hf.dealt import joined
+from ringattn.models.batch import local_labels
+from ringattn.models.hf.choice import joined
 from ringattn.models.hf.generate import numbers_of_the_first
 from ringattn.plans.plan import Plan
 
@@ -38,30 +38,23 @@ def is_head(forward: Any) -> bool:
 @torch.compiler.disable(recursive=False)
 def log_probs(self: Any, plan: Plan, given: dict[str, Any], targets: Tensor | None, shifted: bool, items: Any) -> Any:
     """TRL's output for the whole sequences, on every rank; its gradient is the sum of the gradients on all ranks."""
-    run = getattr(self, "ringattn_fused", self.local_forward)
+    run = self.ringattn_fused or self.local_forward
     if not is_head(run):
         raise ValueError(f"{type(self).__name__} does not take fused_lm_head: TRL did not give it its head")
     if targets is None:
         raise ValueError("fused_lm_head without labels: there is nothing to give log-probabilities of")
-    mine = own_targets(targets, plan, self.ringattn.compare)
+    mine = torch.compiler.disable(local_labels)(targets, plan, compare=self.ringattn.compare)
     output = run(**given, fused_lm_head=True, shift_labels=mine)
-    return of_whole(output, mine, self.ringattn_last, shifted, items)
+    return of_whole(output, mine, self, shifted, items)
 
 
 @torch.compiler.disable
-def own_targets(targets: Tensor, plan: Plan, compare: bool) -> Tensor:
-    """This rank's targets, which are ignored where padding predicts."""
-    mine: Tensor = plan.shard(targets - IGNORED, dim=1, compare=compare) + IGNORED
-    return mine
-
-
-@torch.compiler.disable
-def of_whole(output: Any, mine: Tensor, last: Any, shifted: bool, items: Any) -> Any:
+def of_whole(output: Any, mine: Tensor, model: Any, shifted: bool, items: Any) -> Any:
     """The output for whole sequences, from that of this rank's targets."""
     outputs = {}
     for name, x in output.items():
         if isinstance(x, Tensor) and x.shape == mine.shape:
-            x = joined(last, x.int()).bool() if x.dtype == torch.bool else joined(last, x)
+            x = joined(model, x.int()).bool() if x.dtype == torch.bool else joined(model, x)
             outputs[name] = x if shifted else x[:, :-1]
     count = outputs["label_mask"].sum().clamp(min=1) if items is None else items
     return type(output)(loss=-outputs["log_probs"].sum() / count, **outputs)
@@ -121,7 +114,7 @@ class Answers:
         }  # fmt: skip
 
     @contextmanager
-    def plans_counted_once(self) -> Iterator[None]:
+    def as_data_ranks(self) -> Iterator[None]:
         """Within, the accelerator gathers from the first rank of each plan, and its processes are the data ranks."""
         whole = self.accelerator
         self.accelerator = whole if isinstance(whole, DataRanks) else DataRanks(self)
@@ -134,7 +127,7 @@ class Answers:
         if not self.answers:
             return super()._prepare_inputs(inputs)  # type: ignore[misc]
         with (
-            self.plans_counted_once(),
+            self.as_data_ranks(),
             numbers_of_the_first(self.plan),
         ):  # with which TRL samples, and shuffles what it sampled
             return super()._prepare_inputs(inputs)  # type: ignore[misc]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ringattn.masks.spec import Docs
 from ringattn.models.hf.attention import ARGUMENTS, NAME, PASSED, Asked, Call, spans_of, stretched
+from ringattn.models.hf.modules import replace
 from ringattn.plans.plan import Plan
 from ringattn.torch.same_data import note
 
@@ -65,16 +66,7 @@ def towers_keep_theirs(model: Any, decoder: Any) -> None:
 
 def cut_at(decoder: Any) -> None:
     """Have the decoder cut whole sequences while its `ringattn_cut` is set."""
-    vars(decoder).update(
-        ringattn_cut=None, ringattn_forward=vars(decoder).get("forward"), forward=MethodType(forward, decoder)
-    )
-
-
-def undo(decoder: Any) -> None:
-    before = vars(decoder).pop("ringattn_forward")
-    del decoder.forward, decoder.ringattn_cut
-    if before is not None:
-        decoder.forward = before
+    replace(decoder, ringattn_cut=None, ringattn_forward=decoder.forward, forward=MethodType(forward, decoder))
 
 
 @torch.compiler.disable(recursive=False)
@@ -82,8 +74,7 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """What the text decoder of a prepared model does: this rank's tokens, if it is given all of them."""
     if self.ringattn_cut is not None:
         args, kwargs = (), cut_arguments(self, self.ringattn_cut, args, kwargs)
-    before = self.ringattn_forward
-    return type(self).forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
+    return self.ringattn_forward(*args, **kwargs)
 
 
 @contextmanager
@@ -100,18 +91,10 @@ def cutting(model: Any, share: Share | None) -> Iterator[None]:
         decoder.ringattn_cut = None
 
 
-def refuse_rows(model: Any, position_ids: Any) -> None:
-    """A ValueError about several positions a token for a model that takes one."""
-    if getattr(position_ids, "ndim", 2) != 3:
-        return
+def turns_by_rows(model: Any) -> bool:
+    """Whether a token has several positions (M-RoPE)."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    if not any("rope_section" in name for name in rope) and not any(
-        hasattr(m, "mrope_section") for m in model.modules()
-    ):
-        raise ValueError(
-            f"position_ids has shape {tuple(position_ids.shape)}, several positions a token (M-RoPE), which "
-            f"{type(model).__name__} does not have"
-        )
+    return any("rope_section" in name for name in rope) or any(hasattr(m, "mrope_section") for m in model.modules())
 
 
 def all_tokens(given: dict[str, Any], attention_mask: Tensor | None, share: Share) -> dict[str, Any]:
