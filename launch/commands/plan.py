@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ringattn import choosing
 from ringattn.choosing import elsewhere, factored
 from ringattn.launch.bench.masks import DRAWN, lengths_of
@@ -44,8 +42,6 @@ class Options:
     seq_len: int = option(131072, "tokens of the whole sequence")
     heads: tuple[int, ...] = option((32, 8), "query heads, key heads")
     head_dim: int = option(128, "the size of a head")
-    value_dim: int | None = option(None, "the size of a value; by default head_dim")
-    key_len: int | None = option(None, "tokens of the keys; by default seq_len (another length needs causal=false)")
     ring: int = option(1, "ranks along the ring axis")
     ulysses: int = option(1, "ranks along the ulysses axis")
     sequence: int | None = option(None, "ranks; the plan chooses ring and ulysses")
@@ -59,7 +55,6 @@ class Options:
     )
     route: str = option("auto", "how keys reach the ranks of a ring: auto, direct, relay or levels")
     together: int | None = option(None, "with route=direct: from how many ranks keys arrive in a step")
-    transport: str = option("auto", "auto, symmetric (GPUs of one host share memory) or group (NCCL, gloo)")
     groups: int | None = option(None, "in how many groups Ulysses and gather exchange the heads")
     causal: bool = option(True, "whether a query sees no later key")
     window: tuple[int, ...] | None = option(
@@ -69,10 +64,6 @@ class Options:
     first: int = option(0, "beside the window or chunk, a query sees so many first keys of its document", least=0)
     docs: tuple[int, ...] | str | None = option(
         None, f"lengths of packed documents, the rest is padding; or {DRAWN} to draw them", least=0
-    )
-    prefix: tuple[int, ...] | None = option(None, "of each document, how many first tokens see one another", least=0)
-    spans: tuple[int, ...] | None = option(
-        None, "START,STOP of tokens that see one another, then the next pair", least=0
     )
     parents: tuple[int, ...] | None = option(
         None, "the documents are segments of trees: of each its parent, or -1", least=-1
@@ -92,51 +83,34 @@ class Link(NamedTuple):
 
 def run(options: Options) -> int:
     """Print the plan and its steps."""
-    spec = spec_of(options)
-    if options.causal and options.key_len not in (None, options.seq_len):
-        raise ValueError(
-            f"key_len={options.key_len} beside seq_len={options.seq_len} needs causal=false: a causal mask does "
-            "not say which query is at which key"
-        )
-    docs = docs_of(options)
+    window: Any = options.window
+    reach = window if window is None or len(window) > 1 else window[0]
+    spec, docs = AttentionSpec(options.causal, reach, options.chunk, options.first), docs_of(options)
     plan = planned(options, spec, docs)
     if options.explain == "call":
         print(recipe(options, plan, spec, docs))
         return 0
     print(plan.explain(json=options.json))
-    if options.key_len is None and not options.json:
-        mask = families(spec, options.seq_len, docs=docs)
-        print("\n".join(["", "who sees whom: queries downwards, keys to the right; # all, + some, . none",
-                         *cells(mask, options.seq_len, options.seq_len)]))  # fmt: skip
-    if plan.ring > 1 and not options.json and plan.ring <= MAX_RING:
+    if options.json:
+        return 0
+    print("\nwho sees whom: queries downwards, keys to the right; # all, + some, . none")
+    print("\n".join(cells(families(spec, options.seq_len, docs=docs), options.seq_len, options.seq_len)))
+    if 1 < plan.ring <= MAX_RING:
         print("\n".join(["", *steps(plan, spec, docs)]))
         if docs is not None:
             print("\n".join(["", *holdings(plan, spec, docs)]))
     return 0
 
 
-def spec_of(options: Options) -> AttentionSpec:
-    window: Any = options.window
-    reach = window if window is None or len(window) > 1 else window[0]
-    return AttentionSpec(options.causal, reach, options.chunk, options.first)
-
-
 def docs_of(options: Options) -> Docs | None:
-    """The documents, with all that they may have."""
+    if options.docs is None and options.parents is not None:
+        raise ValueError("parents are those of documents: give docs=LENGTHS")
     if options.docs is None:
-        if options.spans is None and options.prefix is None and options.parents is None:
-            return None
-        raise ValueError("prefix, spans and parents are those of documents: give docs=LENGTHS")
+        return None
     lengths = lengths_of(options.docs, options.seq_len)
     if options.parents is not None:
-        if options.prefix is not None or options.spans is not None:
-            raise ValueError("parents= makes trees, whose segments have no prefix and no spans; leave these out")
         return Docs.tree(lengths, options.parents, pad_to=options.seq_len)
-    spans = options.spans
-    if spans is not None and len(spans) % 2:
-        raise ValueError(f"spans={','.join(map(str, spans))}: pairs START,STOP, so an even number of numbers")
-    pairs = None if spans is None else list(zip(spans[::2], spans[1::2], strict=True))
-    return Docs.from_lengths(lengths, pad_to=options.seq_len, prefix=options.prefix, spans=pairs)
+    return Docs.from_lengths(lengths, pad_to=options.seq_len)
 
 
 def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
@@ -158,24 +132,14 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     device = options.device if machine is None else machine.device
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
     one_host = ranks <= (gpus or (of_device(device) if machine is None else machine).gpus)
-    transport = Transport(options.route, together=options.together, groups=options.groups, by=options.transport)
+    how = Transport(options.route, together=options.together, groups=options.groups)
     in_jax = device == "tpu" or find_spec("torch") is None  # there the compiler moves the blocks
-    link = None if in_jax else Link(moves(options, device, one_host))
+    over = "gloo" if device != "cuda" else "symmetric memory" if one_host else "nccl"
     return choosing.plan(
-        elsewhere(device, sizes, link, "jax" if in_jax else "torch", gpus),
-        seq_len=options.seq_len,
-        key_len=options.key_len,
-        heads=(options.heads[0], options.heads[-1]),
-        head_dim=options.head_dim,
-        value_dim=options.value_dim,
-        spec=spec,
-        docs=docs,
-        strategy=options.strategy,
-        layout=options.layout,
-        kernel=options.kernel,
-        transport=transport,
-        dtype=options.dtype,
-        machine=machine,
+        elsewhere(device, sizes, None if in_jax else Link(over), "jax" if in_jax else "torch", gpus),
+        seq_len=options.seq_len, heads=(options.heads[0], options.heads[-1]), head_dim=options.head_dim, spec=spec,
+        docs=docs, strategy=options.strategy, layout=options.layout, kernel=options.kernel, transport=how,
+        dtype=options.dtype, machine=machine,
     )  # fmt: skip
 
 
@@ -196,42 +160,32 @@ def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None)
     return SharedRecipe(mask, shape, plan.device, dtype, static=fixed, rectangles=rectangles)
 
 
-def moves(options: Options, device: str, one_host: bool) -> str:
-    """What moves the blocks of a ring there, where GPUs of one host see each other's memory."""
-    shared = device == "cuda" and one_host
-    if options.transport == "symmetric" and not shared:
-        raise ValueError("transport=symmetric needs GPUs of one host; use device=cuda hosts=1, or transport=group")
-    if device != "cuda":
-        return "gloo"
-    return "symmetric memory" if shared and options.transport != "group" else "nccl"
-
-
 def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
     """The steps of the plan's route as the lines of a table: the pairs each rank works on, and how many blocks come."""
     counts = seen_pairs(plan.tokens, plan.keys.tokens, spec, docs)
-    share = max(counts.sum() / plan.ring, 1)
+    share, few = max(counts.sum() / plan.ring, 1), plan.ring <= RANKS_SHOWN
+    total = shares(counts.sum(1) / share, few)
     if plan.strategy == "gather":
-        title = "gather: one step, after every rank's keys have arrived; the share of the mean work that each rank does"
-        return [title, shares(counts.sum(1) / share, plan.ring <= RANKS_SHOWN)]
-    shape, ranks = plan.shape(itemsize=4 if plan.device == "cpu" else 2), range(plan.ring)
+        return [
+            "gather: one step, after every rank's keys have arrived; the share of the mean work of each rank",
+            total,
+        ]
+    shape = plan.shape(itemsize=4 if plan.device == "cpu" else 2)
     together = blocks_at_once(plan, shape, plan.machine) if shape else plan.transport.together or 1
     table = table_of(Mask(plan, spec, docs), plan.hosts, together)
-    few = plan.ring <= RANKS_SHOWN
+    columns = [f"rank {r}" for r in range(plan.ring)] if few else SUMMARY
     lines = [
         f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received",
-        "  step  " + "".join(f"{f'rank {r}' if few else r:>8}" for r in (ranks if few else SUMMARY)) + "   blocks",
+        "  step  " + "".join(f"{name:>8}" for name in columns) + "   blocks",
     ]
-    for i in range(table.count):
-        if not few and STEPS_SHOWN <= i < table.count - 1:
-            lines += [f"   ...  {table.count - STEPS_SHOWN - 1} more"] if i == STEPS_SHOWN else []
-            continue
-        here = table.when == i
-        work = (counts * here).sum(1) / share
-        come = int(here.sum() - here.diagonal().sum())
-        lines.append(f"  {i + 1:>4}  " + shares(work, few) + f"{come:>9}")
-    skipped = plan.ring - len(np.unique((np.subtract.outer(ranks, ranks) % plan.ring)[table.when >= 0]))
-    total = shares(counts.sum(1) / share, few)
-    return [*lines, f"  all   {total}" + (f"   {skipped} steps skipped" if skipped else "")]
+    shown = [i for i in range(table.count) if few or i < STEPS_SHOWN or i == table.count - 1]
+    for i in shown:
+        now = table.when == i
+        blocks = int(now.sum() - now.diagonal().sum())
+        lines.append(f"  {i + 1:>4}  {shares((counts * now).sum(1) / share, few)}{blocks:>9}")
+    if len(shown) < table.count:
+        lines.insert(-1, f"   ...  {table.count - len(shown)} more")
+    return [*lines, f"  all   {total}"]
 
 
 def shares(work: Sequence[float], few: bool) -> str:

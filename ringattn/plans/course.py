@@ -64,18 +64,11 @@ class Steps:
     first: Row  # [phase]: its first step
     count: int
     taken: Row  # [reader, step]: not the empty steps of its host
-
-    def met(self, begin: int, end: int) -> tuple[Cells, Transfers]:
-        """What is computed at the steps [begin, end), and the reads that it needs."""
-        raise NotImplementedError
-
-    def hops(self, begin: int, end: int) -> Transfers:
-        """The blocks that are sent between hosts, needed at these steps."""
-        raise NotImplementedError
-
-    def homes(self, begin: int, end: int) -> Transfers:
-        """The sums of gradients that are sent to their owners after these steps."""
-        raise NotImplementedError
+    # functions of begin and end: what is computed at these steps, and its reads; blocks that come from other hosts for
+    # them; sums of gradients that go home as they begin
+    met: Callable[[int, int], tuple[Cells, Transfers]]
+    hops: Callable[[int, int], Transfers]
+    homes: Callable[[int, int], Transfers]
 
     def summed(self, reader: Row, step: Row, amounts: Row) -> Row:
         cells = np.bincount(reader * self.count + step, amounts, len(self.readers) * self.count)
@@ -157,7 +150,7 @@ class OfTable(Steps):
         reader, block = np.nonzero(table.when >= 0)
         self.cells = in_order(Cells(reader, block, table.when[reader, block], pairs[reader, block]), "step")
         self.reads = in_order(table.reads, "needed_at")
-        self.hops, self.homes = in_order(table.hops, "needed_at"), in_order(table.homes, "send_at")  # type: ignore[method-assign]
+        self.hops, self.homes = in_order(table.hops, "needed_at"), in_order(table.homes, "send_at")
 
     def met(self, begin: int, end: int) -> tuple[Cells, Transfers]:
         return self.cells(begin, end), self.reads(begin, end)
