@@ -89,7 +89,8 @@ packages: .venv-docs/.ready  ## build the wheel and the sdist into dist/, and tr
 	for package in dist/*.whl dist/*.tar.gz; do \
 	  rm -rf .venv-smoke && $(PYTHON) -m venv .venv-smoke && \
 	  .venv-smoke/bin/python -m pip install --quiet --constraint constraints.txt "$$package[torch]" && \
-	  (cd .venv-smoke && bin/python ../tests/smoke.py) || exit 1; \
+	  (cd .venv-smoke && bin/ringattn --version && bin/ringattn verify random=20 && \
+	   bin/ringattn plan device=cuda seq_len=131072 heads=32,8 head_dim=128 sequence=8) || exit 1; \
 	done; rm -rf .venv-smoke
 
 lint: $(READY)  ## check style and format

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ringattn as ra
@@ -32,6 +32,7 @@ lengths = st.lists(st.integers(0, 9), min_size=1, max_size=5)
     dim=st.integers(0, 2), rows=st.lists(lengths, min_size=2, max_size=2),
     docs=st.sampled_from(["none", "one", "each"]),
 )  # fmt: skip
+@example(layout="zigzag", ring=2, ulysses=3, shift=5, dim=1, rows=[[9, 9, 9], [9]], docs="none")
 def test_equals_the_definition_in_every_layout(layout, ring, ulysses, shift, dim, rows, docs):
     T = max(1, *map(sum, rows))
     if docs == "each" and dim == 0:
