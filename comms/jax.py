@@ -207,8 +207,8 @@ def device_of(mesh: Mesh | AbstractMesh | None) -> Any:
     return getattr(mesh, "abstract_device", None) or jax.devices()[0]
 
 
-def platform(mesh: Mesh | AbstractMesh) -> str:
-    """The kind of device, with the names of `kernels.Problem`: cpu, cuda or tpu."""
+def platform(mesh: Mesh | AbstractMesh | None) -> str:
+    """The kind of device of a mesh, or by default, with the names of `kernels.Problem`: cpu, cuda or tpu."""
     kind = device_of(mesh).platform
     return {"gpu": "cuda"}.get(kind, kind)
 

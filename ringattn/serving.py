@@ -47,12 +47,11 @@ class KVCache:
         window: int | None = None,
         room: int | None = None,
         block: int = BLOCK,
-        **more: Any,
     ) -> Any:
         """An empty cache for `max_len` tokens a row, of which each rank holds its share; bfloat16 by default.
 
         With a `window` only keys that can still be seen are kept, in memory for window + `room` tokens (room: the
-        longest chunk that will be appended at once; by default the window). `more` is for JAX: cut=.
+        longest chunk that will be appended at once; by default the window).
         """
         problem = of_arguments(required=True, plan=plan) or of_memory(
             room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
@@ -65,7 +64,7 @@ class KVCache:
         stripes, dims = Stripes(plan.ring * plan.ulysses, block), (head_dim, value_dim or head_dim)
         kind = import_module(f"ringattn.{plan.framework}.inference.cache").KVCache
         dtype = "bfloat16" if dtype is None else dtype_name(dtype)
-        return kind.made(plan, batch, max_len, kv_heads, dims, dtype, stripes, window, most, **more)
+        return kind.made(plan, batch, max_len, kv_heads, dims, dtype, stripes, window, most)
 
     def explain(self: Any, chunk: int, heads: int) -> str:
         """A report of what prefill of a chunk with `heads` query heads, and decode of one token, will send."""

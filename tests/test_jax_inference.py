@@ -136,19 +136,16 @@ def test_a_batch_and_heads_may_be_cut_too(kind):
     expected = ra.attention(*(x.double() for x in tensors), sinks=sinks.double())
     q, k, v, sinks = (jnp.asarray(x.numpy()) for x in (*tensors, sinks))
     mesh = jax.make_mesh((2, 2, 2), ("data", "ring", "tensor"), axis_types=(jax.sharding.AxisType[kind],) * 3)
-    cut = jax.sharding.PartitionSpec("data", None, "tensor")
     sizes = {"batch": 2, "max_len": 14, "kv_heads": 2, "head_dim": 8, "dtype": jnp.float32, "block": 4}
-    plan = ra.plan(mesh, seq_len=12)
-    cache = ra.KVCache.allocate(plan, **sizes, cut=cut)
+    plan = ra.plan(mesh, seq_len=12, axes={"batch": "data", "heads": "tensor"})
+    cache = ra.KVCache.allocate(plan, **sizes)
     mine = [jax.device_put(plan.shard(x[:, :12]), cache.k.sharding) for x in (q, k, v)]
     out, cache = ra.prefill(*mine, plan, cache, sinks=sinks)
     last, cache = ra.decode(*(x[:, 12:] for x in (q, k, v)), cache, sinks=sinks)
     assert cache.k.sharding.shard_shape(cache.k.shape) == (1, 8, 1, 8)
     assert np.allclose(np.concatenate([plan.unshard(out), last], 1), expected, atol=1e-5)
-    with pytest.raises(ValueError, match="tensor=2 does not divide 3 key heads; leave it out"):
-        ra.KVCache.allocate(plan, **{**sizes, "kv_heads": 3}, cut=cut)
-    with pytest.raises(ValueError, match=r"of which .* cut the sequence; name others"):
-        ra.KVCache.allocate(plan, **sizes, cut=jax.sharding.PartitionSpec("ring", None, None))
+    with pytest.raises(ValueError, match=r"kv_heads=3: \('tensor',\)=2 cut the heads; name other axes"):
+        ra.KVCache.allocate(plan, **{**sizes, "kv_heads": 3})
 
 
 def test_rows_of_different_lengths_and_forks():

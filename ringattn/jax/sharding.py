@@ -19,7 +19,7 @@ from ringattn.check.attention import of_packed, of_shapes
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, automatic_axes, platform
 from ringattn.jax.attention.steps import local_positions
-from ringattn.jax.lookup import cut_as, spoiled, up_to
+from ringattn.jax.lookup import cut_as, spoiled, uncut, up_to
 from ringattn.layouts.layout import Layout
 from ringattn.masks.spec import Docs, raise_if, whole
 from ringattn.plans.plan import Plan
@@ -38,8 +38,7 @@ def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
         already = plan.tokens.padded_length != plan.seq_len and x.shape[dim] == plan.tokens.padded_length
         hint = "it is already sharded" if already else f"use plan.for_length({x.shape[dim]})"
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}; {hint}")
-    if jax.typeof(x).sharding.spec[dim] is not None:  # no permutation along a dim that the type says is cut
-        x = placed(x, plan, dim, ())
+    x = uncut(x, dim)  # no permutation along a dim that the type says is cut
     pad = plan.tokens.padded_length - plan.seq_len
     if pad:
         x = padded(x, pad, dim)
@@ -356,9 +355,7 @@ def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = Fals
     """The plan of a call, the sharding of its arrays if no plan was given, and whether they are one device's part."""
     raise_if(of_shapes(q, k, v, linear))
     own = placed_alike(q, k, v) if plan is None else None
-    if plan is None:
-        lengths = q.shape[1], k.shape[1]
-        plan = plan_where(own, *lengths) if own else single_device(*lengths, jax.default_backend())
+    plan = plan or plan_where(own, q.shape[1], k.shape[1])
     if plan.framework != "jax":
         raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
     inside = not isinstance(plan.ring_axis, MeshAxis) or is_local(plan)
@@ -397,19 +394,9 @@ def other_axes(q: Array, plan: Plan, mesh: Mesh | AbstractMesh) -> tuple[tuple[s
 
 
 @lru_cache(maxsize=256)
-def single_device(seq_len: int, key_len: int, backend: str) -> Plan:
-    """The plan of one device: the same function, no communication."""
-    device = {"gpu": "cuda"}.get(backend, backend)
-    return Plan(seq_len, key_len=key_len, axes=Ranks(Solo("ring"), Solo("ulysses"), "jax", device))
-
-
-@lru_cache(maxsize=256)
-def plan_where(placed: Placed, seq_len: int, key_len: int) -> Plan:
-    """The plan of tokens in their own order: a contiguous ring over the axes that cut them."""
-    ring = MeshAxis(placed.tokens, placed.mesh)
-    return Plan(
-        seq_len,
-        ring.size,
-        key_len=key_len,
-        axes=Ranks(ring, MeshAxis((), placed.mesh), "jax", platform(placed.mesh)),
-    )
+def plan_where(placed: Placed | None, seq_len: int, key_len: int) -> Plan:
+    """The plan of tokens in their own order: a contiguous ring over the axes that cut them, if any do."""
+    mesh = placed and placed.mesh
+    ring = MeshAxis(placed.tokens, placed.mesh) if placed else Solo("ring")
+    ulysses = MeshAxis((), placed.mesh) if placed else Solo("ulysses")
+    return Plan(seq_len, ring.size, key_len=key_len, axes=Ranks(ring, ulysses, "jax", platform(mesh)))

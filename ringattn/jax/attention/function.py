@@ -79,7 +79,12 @@ def attention(
     eager = is_eager(q) and cut_of(plan) is None
     if eager:
         docs, key_docs = filled(docs), filled(key_docs)
-    call, arrays = call_of(plan, spec, docs, key_docs, return_lse, fixed=not eager), (q, k, v, sinks)
+    # Documents that are fixed in the program decide which hops are needed; traced ones do not.
+    fixed = (not eager or is_constant(docs)) and untraced(docs) and untraced(key_docs)
+    both, among = (docs, key_docs) if fixed else (None, None), None if fixed else among_all(spec, docs, key_docs)
+    padded = docs is not None and docs.padded
+    key_padded = padded if key_docs is None else key_docs.padded
+    call, arrays = Call(Mask(plan, spec, *both, among), return_lse, padded, key_padded), (q, k, v, sinks)
     given = docs and docs.starts, key_docs and key_docs.starts, docs and docs.spans
     if inside:
         out, lse = over_mesh(on_device, call)(arrays, tuple(map(whole_numbers, given)))
@@ -137,16 +142,6 @@ def whole_numbers(x: Any, mesh: Any = None, cut: P | None = None) -> Array | Non
 def is_constant(docs: Docs | None) -> bool:
     """Whether documents are part of the program: trees and slices are."""
     return docs is not None and (docs.parents is not None or docs.slices is not None)
-
-
-def call_of(
-    plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool, fixed: bool = True
-) -> Call:
-    """Documents that are `fixed` in the program decide which hops are needed; traced ones do not."""
-    fixed = (fixed or is_constant(docs)) and untraced(docs) and untraced(key_docs)
-    both, among = (docs, key_docs) if fixed else (None, None), None if fixed else among_all(spec, docs, key_docs)
-    padded = docs is not None and docs.padded
-    return Call(Mask(plan, spec, *both, among), lse, padded, padded if key_docs is None else key_docs.padded)
 
 
 def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:

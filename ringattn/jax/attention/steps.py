@@ -193,7 +193,8 @@ class Sight(NamedTuple):
         return self.stacked(self.seen, 0)
 
     def stacked(self, families: list[Side], row: Any) -> Intervals:
-        choices = [table.choice(row, self.rank) for table in self.tables or ()] or [None] * len(families)
+        choices: list[Choice | None] = [table.choice(row, self.rank) for table in self.tables or ()]
+        choices = choices or [None] * len(families)
         return stack([Intervals(*sides, choice=choice) for sides, choice in zip(families, choices, strict=True)])
 
 
@@ -238,11 +239,12 @@ def score_of(recipe: SharedRecipe) -> Score:
     (kernel, problem), spec = recipe.chosen, recipe.mask.spec
     loaded: JaxKernel = over_families_in_jax(kernel.load())
     given = {"scale": spec.scale_for(problem.head_dim), "softcap": spec.softcap, **loaded.options(problem)}
-    backward = [f and partial(f, **given) for f in (loaded.attend_backward, loaded.halves)]
+    whole: Callable[..., Any] = partial(loaded.attend_backward, **given)
+    halves: Callable[..., Any] | None = loaded.halves and partial(loaded.halves, **given)
     if not loaded.plain:
         refuse_automatic(kernel.name)
-        backward = [f and once(kernel.name, f, "make the plan with kernel='reference'") for f in backward]
-    whole, halves = backward
+        first = partial(once, kernel.name, instead="make the plan with kernel='reference'")
+        whole, halves = first(whole), halves and first(halves)
     return Score(partial(loaded.attend, **given), whole, loaded.prepare, halves)
 
 

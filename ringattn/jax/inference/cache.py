@@ -35,7 +35,7 @@ from ringattn.check.cache import (
 )
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
-from ringattn.jax.sharding import batch_axes, check_context, moved, names_of, over_mesh, sequence_axes
+from ringattn.jax.sharding import batch_axes, check_context, moved, over_mesh, sequence_axes
 from ringattn.masks.spec import raise_if
 from ringattn.plans.plan import LARGEST_POSITION, Plan
 from ringattn.serving import Heads, Moves, Stripes, prefill_moves
@@ -64,17 +64,20 @@ class KVCache(serving.KVCache):
     @classmethod
     def made(
         cls, plan: Plan, batch: int, max_len: int, kv_heads: int, dims: tuple[int, int], dtype: str, stripes: Stripes,
-        window: int | None, most: int | None, cut: P | None = None,
+        window: int | None, most: int | None,
     ) -> "KVCache":  # fmt: skip
         """An empty cache for `allocate`, which has checked the sizes; with a window for `most` tokens at one time.
 
-        `cut` names the axes of the mesh, apart from those of the sequence, that cut the cache: P("data", None,
-        "tensor") the batch and the heads; by default data cuts the batch, if it divides it.
+        The axes that the plan names cut the batch and the heads; by default data cuts the batch, if it divides it.
         """
         mesh = plan.ring_axis.mesh if isinstance(plan.ring_axis, MeshAxis) else None
-        cuts = plan.axes.cuts or ((), ())
-        cut = P((mesh and batch_axes(plan, mesh, batch)) or None, None, cuts[1] or None) if cut is None else cut
-        raise_if(of_positions(max_len) or of_cut(plan, cut, batch, kv_heads))
+        heads = (plan.axes.cuts or ((), ()))[1] or None
+        cut = P((mesh and batch_axes(plan, mesh, batch)) or None, None, heads)
+        raise_if(of_positions(max_len))
+        if kv_heads % devices_along(plan, heads):
+            raise ValueError(
+                f"kv_heads={kv_heads}: {heads}={devices_along(plan, heads)} cut the heads; name other axes"
+            )
         rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
         tokens = spec_of(cut, sequence_axes(plan)) if mesh else P()
         k, v = (zeros((*rows, dim), dtype, mesh, tokens) for dim in dims)
@@ -177,20 +180,6 @@ def counted(lengths: Any, rows: int) -> Any:
 
 def spec_of(cut: P, tokens: tuple[str, ...]) -> P:
     return P(cut[0], tokens or None, cut[2])
-
-
-def of_cut(plan: Plan, cut: P, batch: int, kv_heads: int) -> str | None:
-    """Batch and heads are cut evenly, by axes of the mesh that do not cut the sequence."""
-    if not isinstance(cut, (P, tuple)) or len(cut) != 3 or cut[1] is not None:
-        return f"cut={cut}: three entries, for the batch, None for the sequence, and for the heads"
-    on_mesh = isinstance(plan.ring_axis, MeshAxis)
-    names, taken = (plan.ring_axis.mesh.axis_names, sequence_axes(plan)) if on_mesh else ((), ())
-    for what, number, by in (("rows of a batch", batch, cut[0]), ("key heads", kv_heads, cut[2])):
-        if not set(names_of(by)) <= set(names) - set(taken):
-            return f"cut={cut}: the mesh has axes {names}, of which {taken} cut the sequence; name others"
-        if number % devices_along(plan, by):
-            return f"cut={cut}: {by}={devices_along(plan, by)} does not divide {number} {what}; leave it out"
-    return None
 
 
 def of_positions(max_len: int) -> str | None:

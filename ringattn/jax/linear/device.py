@@ -76,8 +76,20 @@ class Laid(NamedTuple):
         return cls(q, k, v, g, beta, start, starts, real, arrays[0].shape[0])
 
     def begin(self, plan: Plan) -> Array | None:
-        """Where each token's document began: see `begins`."""
-        return None if self.starts is None else begins(plan, numbered(self.starts), self.batch, segments(plan))
+        """Where each token's document began, counted from its segment's first token, [1 or R, T / P].
+
+        Padding continues the last document; a row's first document, even an empty one, continues from the initial
+        state.
+        """
+        if self.starts is None:
+            return None
+        starts, at, parts = numbered(self.starts), local_positions(plan), segments(plan)
+        i = up_to(starts, jnp.minimum(at, starts[:, -1:] - 1)) - 1  # -1 if a row has no tokens
+        i, first = (x.reshape(len(starts), parts, -1) for x in (i, entry(starts, i)))
+        local = jnp.where(i <= 0, BEFORE, first - at.reshape(parts, -1)[:, :1])
+        if parts > 1:
+            local = jnp.broadcast_to(local, (self.batch, *local.shape[1:]))
+        return local.reshape(-1, local.shape[-1])
 
     def way(self, call: Call) -> Any:
         """How states travel."""
@@ -191,17 +203,3 @@ def in_two_passes(call: Call, keep: bool, arrays: Arrays, starts: Any) -> tuple[
 def rows_of(x: Array, parts: int) -> Array:
     """The segments of each row, as rows."""
     return x.reshape(x.shape[0] * parts, -1, *x.shape[2:])
-
-
-def begins(plan: Plan, starts: Array, batch: int, parts: int) -> Array:
-    """Where each token's document began, counted from its segment's first token, [1 or B * P, T / P].
-
-    Padding continues the last document; a row's first document, even an empty one, continues from the initial state.
-    """
-    at = local_positions(plan)
-    i = up_to(starts, jnp.minimum(at, starts[:, -1:] - 1)) - 1  # -1 if a row has no tokens
-    i, first = (x.reshape(len(starts), parts, -1) for x in (i, entry(starts, i)))
-    local = jnp.where(i <= 0, BEFORE, first - at.reshape(parts, -1)[:, :1])
-    if parts > 1:
-        local = jnp.broadcast_to(local, (batch, *local.shape[1:]))
-    return local.reshape(-1, local.shape[-1])

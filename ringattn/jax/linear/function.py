@@ -18,7 +18,7 @@ from ringattn.jax.lookup import spoiled
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels.arrays import accumulator
 from ringattn.masks.numeric import of_choice
-from ringattn.masks.spec import Docs
+from ringattn.masks.spec import Docs, raise_if
 from ringattn.plans.plan import Plan
 
 KERNELS = ("auto", "chunkwise", "pallas")
@@ -48,11 +48,8 @@ def linear_attention(
     plan, lying, inside = located(q, k, v, plan, linear=True)
     arrays = q, k, v, log_decay, beta, initial_state
     length = plan.local_len if inside else plan.tokens.padded_length
-    problem = problem_of(arrays, plan, docs, scale, kernel, scan, length) or of_numbers(
-        log_decay, beta, plan, docs, check
-    )
-    if problem:
-        raise ValueError(problem)
+    problem = problem_of(arrays, plan, docs, scale, kernel, scan, length)
+    raise_if(problem or of_numbers(log_decay, beta, plan, docs, check))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     returned = returned_states(return_state, initial_state, docs, q.shape[0])
     documents = returned == "documents" or by_document(initial_state, docs, q.shape[0])
@@ -76,20 +73,17 @@ def problem_of(
     arrays: Arrays, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, length: int
 ) -> str | None:
     """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
-    q, k, v, log_decay, beta, initial_state = arrays
-    problem = (
+    q, k, v, log_decay, beta, state = arrays
+    gates = [(n, x.dtype) for n, x in (("log_decay", log_decay), ("beta", beta)) if x is not None]
+    return (
         of_linear(q, k, v, log_decay, beta, plan, docs, length)
         or of_dtypes(q, k, v)
         or of_scale(scale, q.shape[-1])
         or of_choice("kernel", kernel, KERNELS)
         or of_scan(plan, scan)
+        or (None if state is None else of_state("initial_state", state, q, v, accumulator(q), docs))
+        or next((f"{n} is {x}; expected floats" for n, x in gates if not jnp.issubdtype(x, jnp.floating)), None)
     )
-    if problem is None and initial_state is not None:
-        problem = of_state("initial_state", initial_state, q, v, accumulator(q), docs)
-    for name, x in (("log_decay", log_decay), ("beta", beta)):
-        if problem is None and x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            problem = f"{name} is {x.dtype}; expected floats"
-    return problem
 
 
 def of_numbers(
