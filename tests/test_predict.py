@@ -205,21 +205,12 @@ def test_bytes_that_a_rank_receives_are_counted_exactly():
             assert row["forward"]["between_bytes"] == 2**17 / 8 * heads * 128 * 2, row
 
 
-def test_slow_links_choose_what_sends_less_over_them():
-    cost = {name: first(planned(16, 2**17, machine=name)) for name in ("h100", "internet")}
-    assert cost["internet"]["seconds"] > 10 * cost["h100"]["seconds"]
+def test_links_dtypes_and_kernels_are_predicted_as_described():
+    half, single = (first(planned(8, 2**17, machine="h100", dtype=d)) for d in ("bfloat16", "float32"))
+    assert single["seconds"] > 5 * half["seconds"] and half["kernel"] == "cudnn"
+    assert first(planned(8, 2**17, machine="a100"))["kernel"] != "fa4"
+    assert first(planned(16, 2**17, machine="internet"))["seconds"] > 10 * half["seconds"]
     assert planned(16, 2**17, gpus=1, machine="h100").transport.route == "relay"
-
-
-def test_float32_and_another_machines_kernel_are_predicted_as_such():
-    half, single = (planned(8, 2**17, machine="h100", dtype=d) for d in ("bfloat16", "float32"))
-    assert first(single)["seconds"] > 5 * first(half)["seconds"]
-    assert first(half)["kernel"] == "cudnn" and first(planned(8, 2**17, machine="a100"))["kernel"] != "fa4"
-
-
-def test_all_ranks_of_a_large_mesh_get_the_same_plan_from_a_cache():
-    one, two = (planned(1024, 2**22, machine="h200") for _ in range(2))
-    assert one == two and one.explain() == two.explain() and one.ring * one.ulysses == 1024
 
 
 def test_what_does_not_fit_is_an_error_that_names_what_would():
@@ -235,8 +226,6 @@ def test_what_does_not_fit_is_an_error_that_names_what_would():
 def test_shipped_descriptions_state_their_source(name, tmp_path):
     machine = machines.load(name)
     assert any(word in machine.source for word in ("measured", "public figures", "guess"))
-    if name in ("a100", "b200", "v4", "v5e", "v5p", "v6e", "v7x"):
-        assert machine.source == "public figures; nothing was measured"
     machines.write(machine, tmp_path / "copy.toml")
     assert machines.load(tmp_path / "copy.toml") == machine
     alone = machine.replace(cores=0.0).flops(2, 8)
@@ -268,10 +257,9 @@ def test_missing_numbers_and_files_are_named(tmp_path):
     path.write_text('name = "x"\nsource = "guess"\ndevice = "cpu"\n')
     with pytest.raises(ValueError, match="gpus, memory, bandwidth, inside, between, rates missing"):
         machines.load(path)
-    with pytest.raises(ValueError, match="no such description or file; did you mean 'h100'"):
-        ra.plan(seq_len=8, machine="h10")
-    with pytest.raises(ValueError, match="machine=3: a name"):
-        ra.plan(seq_len=8, machine=3)
+    for machine, says in (("h10", "no such description or file; did you mean 'h100'"), (3, "machine=3: a name")):
+        with pytest.raises(ValueError, match=says):
+            ra.plan(seq_len=8, machine=machine)
 
 
 def test_choices_for_two_h100s_are_the_fastest_measured_candidates(monkeypatch):

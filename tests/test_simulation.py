@@ -28,11 +28,9 @@ ROWS = Path(__file__).parent.parent / "benchmarks" / "hosts-cpu.jsonl"
 
 
 def given(machine, ranks, tokens, strategy="auto", route="auto", layout="zigzag", sizes=None):
-    machine = load(machine)
-    sizes = tuple(sizes or factored(ranks))
+    sizes, machine = tuple(sizes or factored(ranks)), load(machine)
     alone = Plan(tokens, heads=(64, 8), head_dim=128, axes=elsewhere("cuda", sizes).bind(1, 1), machine=machine)
-    how = Transport(route)
-    return Asked(alone, sizes, machine.gpus, strategy, layout, AttentionSpec(), None, "bfloat16", how)
+    return Asked(alone, sizes, machine.gpus, strategy, layout, AttentionSpec(), None, "bfloat16", Transport(route))
 
 
 def played(asked, option, **trouble):
@@ -175,11 +173,9 @@ def test_calls_between_emulated_hosts_take_what_is_simulated():
     [
         (["ranks=32", "slow=rank40:0.5"], "there are 32 ranks, counted from 0"),
         (["ranks=32", "slow=node1:0.5"], "give rank7:0.8 or host2:0.5"),
-        (["ranks=32", "slow=rank1:0"], "a speed above 0"),
         (["ranks=100000"], "at most 65536 are simulated"),
         (["ranks=32768", "ulysses=1"], "rings of at most 16384 ranks are simulated"),
         (["ranks=6", "ulysses=4"], "ulysses=4 does not divide ranks=6"),
-        (["machine=h10"], "did you mean 'h100'"),
     ],
 )
 def test_wrong_words_are_refused(argv, says, capsys):
