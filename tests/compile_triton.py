@@ -23,13 +23,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.attention.triton import blocks
+from ringattn.kernels.attention.triton.append import append
 from ringattn.kernels.attention.triton.backward import attend_backward
 from ringattn.kernels.attention.triton.block_lists import block_lists
+from ringattn.kernels.attention.triton.decode import decode_splits
 from ringattn.kernels.attention.triton.forward import attend
+from ringattn.kernels.attention.triton.merge import merge_into, merge_stack
 from ringattn.kernels.attention.triton.table import TABLE
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.triton import delta, gated
+from ringattn.kernels.partial import Partial, Streams
 
 # The compiler's target, and the bytes of shared memory a program may have there.
 TARGETS = {
@@ -166,6 +170,41 @@ def linear_rows(rule: str, arch: str, few: bool) -> None:
             print(json.dumps({**row, **resources(kernel)}), flush=True)
 
 
+DIMS = [(128, 128), (64, 64), (80, 80), (192, 128), (256, 256)]  # of decode
+
+
+def decode_rows(arch: str, few: bool) -> None:
+    """The steps of caches and the merges."""
+    target, limit = TARGETS[arch]
+
+    def compile_all(work: Any) -> None:
+        for kernel in compiled(target, work):
+            row = {"entry": f"decode/{arch}", "target": arch, "limit": limit, "capped": False}
+            print(json.dumps({**row, **resources(kernel)}), flush=True)
+
+    where, lengths = Intervals(*torch.zeros(2, 1, 16, dtype=torch.int32)), torch.zeros(1, dtype=torch.int64)
+    for D, V in DIMS[: 1 if few else None]:
+        for dtype in (torch.bfloat16, torch.float32):
+            q, k, v = (torch.empty(s, dtype=dtype) for s in ((1, 16, 4, D), (1, 8192, 1, D), (1, 8192, 1, V)))
+
+            def work(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
+                for rows in (1, 8, 16) if q.dtype == torch.bfloat16 else (1,):  # a tile of 16, 32 and 64 rows
+                    few = where._replace(begin=where.begin[:, :rows], end=where.end[:, :rows])
+                    decode_splits(q[:, :rows], k, v, few, 0.1, 5.0 if rows == 8 else None, 4)
+
+            compile_all(work)
+        k, v = (torch.empty(1, 8192, 8, n, dtype=torch.bfloat16) for n in (D, V))
+        compile_all(lambda k=k, v=v: append(k[:, :3], v[:, :3], k, v, lengths, (0, 64, 256, 64), window=9))
+    stack = torch.empty(128, 1, 1, 4, 256), torch.empty(128, 1, 1, 4)
+    for merge in (
+        lambda: merge_into(Partial(stack[0][0], stack[1][0]), Partial(stack[0][1], stack[1][1]), torch.empty(4)),
+        lambda: merge_stack(Partial(*stack)),
+        lambda: merge_stack(Streams(*stack, stack[1])),
+        lambda: merge_stack(Streams(*(x[:33, ..., :128] if x.dim() == 5 else x[:33] for x in (*stack, stack[1])))),
+    ):
+        compile_all(merge)
+
+
 def main(entries: str, *names: str) -> None:
     """Compile a `few` kernels, those of one entry, or `all`, for each target."""
     few = entries == "few"
@@ -173,6 +212,9 @@ def main(entries: str, *names: str) -> None:
         arch, _, source = name.partition(":")  # sm90:sm80 compiles the entries of sm80 for sm90
         if arch in ("linear", "delta"):
             linear_rows(arch, source, few)
+            continue
+        if arch == "decode":
+            decode_rows(source, few)
             continue
         target, limit = TARGETS[arch]
         blocks.architecture = lambda _device, arch=arch: arch  # the tensors of this process lie on the CPU

@@ -19,15 +19,21 @@ HERE = Path(__file__).parent
 
 
 FLASH = ["sm80", "sm90", "sm100", "gfx942"]
-LINEAR = [f"{rule}:{arch}" for rule in ("linear", "delta") for arch in FLASH]
-FEW = ["sm90", "gfx942", "linear:sm90", "delta:sm90"]  # the GPU that was measured, and another compiler: one entry
+OTHERS = [f"{what}:{arch}" for what in ("linear", "delta", "decode") for arch in FLASH]
+FEW = [
+    "sm90",
+    "gfx942",
+    "linear:sm90",
+    "delta:sm90",
+    "decode:sm90",
+]  # the GPU that was measured, and another compiler: one entry
 
 
 @pytest.mark.parametrize(
     ("target", "entries"),
     [
         *(pytest.param(target, "few", marks=pytest.mark.slow) for target in FEW),
-        *(pytest.param(target, "all", marks=pytest.mark.compile) for target in [*FLASH, "sm90:sm80", *LINEAR]),
+        *(pytest.param(target, "all", marks=pytest.mark.compile) for target in [*FLASH, "sm90:sm80", *OTHERS]),
     ],
 )
 def test_entries_fit(target: str, entries: str) -> None:
@@ -43,7 +49,8 @@ def test_entries_fit(target: str, entries: str) -> None:
     flash = {"forward_kernel", "dq_kernel", "dkdv_kernel", "stats_kernel", "spans_kernel", "lists_kernel"}
     linear = {"states_kernel", "join_kernel", "scores_kernel", "apply_kernel", "gradients_kernel"}
     delta = {"prepare_kernel", "walk_kernel", "join_kernel", "pairs_kernel"}
-    of_rule = {"linear": linear, "delta": delta | {"gradients_kernel"}}
+    decode = {"append_kernel", "decode_kernel", "merge_kernel"}
+    of_rule = {"linear": linear, "delta": delta | {"gradients_kernel"}, "decode": decode}
     assert kernels == of_rule.get(target.partition(":")[0], flash)
     bad = [
         r for r in rows if r["shared"] > r["limit"] or any(map(int.__gt__, (r["stack"], r["loop_spills"]), allowed(r)))
