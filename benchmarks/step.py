@@ -17,14 +17,13 @@ from typing import Any
 import torch
 
 import ringattn as ra
-from ringattn.conf.schema import from_dict
 from ringattn.launch.bench.timing import attention_passes, median_ms
 from ringattn.launch.train import metrics
 
 
 def main(folder: Path) -> None:
-    about = json.loads((folder / "config.json").read_text())
-    config, ranks = from_dict(about["config"]), about["ranks"]
+    about = json.loads((folder / "config.json").read_text(), object_hook=lambda fields: SimpleNamespace(**fields))
+    config, ranks = about.config, about.ranks
     m, spread = config.model, ranks // config.strategy.data
     if m.window is not None or m.softmax_every != 1 or config.data.documents:
         sys.exit("the floor is full causal attention; train without windows, linear attention and documents to compare")

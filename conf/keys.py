@@ -9,27 +9,21 @@ import typing
 from collections.abc import Iterable
 from typing import Any
 
-ALSO = {"gpu": "cuda"}  # what some call it
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # they would end lines of logs, and change what a terminal shows
 TIMES = {"K": 2**10, "M": 2**20, "G": 2**30}  # 128K tokens are 131072
 WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a word",
-    type(None): "null",
-}
+    int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null",
+}  # fmt: skip
 
 
 def option(
-    default: Any, help: str, least: int | None = None, below: int | None = None, among: tuple[str, ...] = (),
-    bare: str | None = None,
-) -> Any:  # fmt: skip
+    default: Any, help: str, least: int | None = None, below: int | None = None, among: tuple[str, ...] = ()
+) -> Any:
     """A field of a dataclass whose value `allow` checks: one of `among`, or a number from `least` on and under `below`.
 
-    Numbers must be above 0 unless `least` or a default of 0 allows others. `bare` is the value of --key without one.
+    Numbers must be above 0 unless `least` or a default of 0 allows others.
     """
-    metadata = {"help": help, "least": least, "below": below, "among": among, "bare": bare}
+    metadata = {"help": help, "least": least, "below": below, "among": among}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -85,6 +79,5 @@ def in_words(kind: Any) -> str:
 
 def nearest(word: str, among: Iterable[str]) -> str:
     """What was probably meant, as the end of a sentence."""
-    names = list(among)
-    close = [ALSO[word]] if ALSO.get(word) in names else difflib.get_close_matches(word, names, 1)
+    close = difflib.get_close_matches(word, list(among), 1)
     return f"; did you mean {close[0]!r}?" if close else ""

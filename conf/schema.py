@@ -7,11 +7,11 @@ import dataclasses
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from ringattn.conf.keys import allow, meaning, option
-from ringattn.conf.keys import nearest as nearest
 
 LAYOUTS = "auto", "contiguous", "striped", "zigzag", "balanced"
 
@@ -66,13 +66,7 @@ class Cluster:
     timeout: float = option(600.0, "seconds after which waiting for another rank is an error")
     address: str | None = option(None, "address of the Ray cluster, or auto; by default one is started for this run")
     failures: int = option(3, "after how many failures Ray starts another attempt; -1 for all", least=-1)
-    at_least: int | None = option(None, "the fewest ranks to continue with if Ray has no more; by default nproc")
-    resize_every: float = option(60.0, "seconds between checks whether Ray can start more ranks, up to nproc")
-    placement: str = option(
-        "PACK",
-        "of Ray's ranks: PACK on few nodes, SPREAD over many",
-        among=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
-    )
+    placement: str = option("PACK", "of Ray's ranks: on few nodes, or over many", among=("PACK", "SPREAD"))
 
 
 @dataclass
@@ -131,7 +125,6 @@ class Train:
     save_every: int = option(0, "steps between checkpoints, also after the last step; 0: only after a SIGTERM")
     keep: int = option(2, "checkpoints kept")
     eval_every: int = option(0, "steps between evaluations; 0 for one at the end")
-    log_every: int | None = option(None, "log every N steps; null: every step, but without a terminal print 50 lines")
     reference: bool = option(True, "also train on one rank, and measure memory at shorter sequences, for the picture")
     picture: bool = option(True, "draw the loss and the memory at the end, where matplotlib is installed")
     machine: str | None = option(
@@ -152,57 +145,37 @@ def every_key(kind: type = Train, prefix: str = "") -> Iterator[tuple[str, datac
             yield prefix + f.name, f
 
 
-def get(config: Train, name: str) -> Any:
-    value: Any = config
-    for key in name.split("."):
-        value = getattr(value, key)
-    return value
-
-
 def check(config: Train) -> Train:
     """The configuration itself, if every value is valid; otherwise a ValueError that names the wrong one and why."""
     for name, f in every_key():
-        allow(name, f, get(config, name))
-    check_documents(config.data, config.model.vocab)
-    model = config.model
+        allow(name, f, attrgetter(name)(config))
+    model, data = config.model, config.data
     if model.head_dim is None and model.dim % model.heads:
         raise ValueError(f"model.heads={model.heads} does not divide model.dim={model.dim}; give model.head_dim")
     if model.heads % model.kv_heads:
         raise ValueError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}")
-    least, most = config.cluster.at_least, config.nproc
-    if least is not None and (most is None or least > most):
-        raise ValueError(f"cluster.at_least={least} and nproc={most}: give both, with cluster.at_least <= nproc")
+    if data.documents not in ("", "files"):
+        if not data.documents.isdecimal():
+            raise ValueError(f"data.documents={data.documents}: give files, or the number of the token that ends one")
+        last = 255 if data.tokens is None else model.vocab - 1
+        if int(data.documents) > last:
+            raise ValueError(f"data.documents={data.documents} ends no document: tokens are 0 to {last}")
     if config.run is not None and ("/" in config.run or config.run in ("", ".", "..")):
         raise ValueError(f"run={config.run!r} is a name inside folder={config.folder}, not a path; use folder=PATH")
     return config
 
 
-def check_documents(data: Data, vocab: int) -> None:
-    """Refuse what ends no document: a word, or a token that the data cannot hold."""
-    if data.documents in ("", "files"):
-        return
-    if not data.documents.isdecimal():
-        raise ValueError(f"data.documents={data.documents}: give files, or the number of the token that ends one")
-    what, most = ("bytes", 255) if data.tokens is None else (f"tokens of model.vocab={vocab}", vocab - 1)
-    if int(data.documents) > most:
-        raise ValueError(f"data.documents={data.documents} ends no document: {what} are 0 to {most}")
-
-
 def unknown(name: str) -> str | None:
     """Why there is no such key, with the nearest one; None for a key, a group, or a part of a key's name."""
     names = [n for n, _ in every_key()]
-    if name in names or name in GROUPS or any(n.startswith(f"{name}.") for n in names):
+    if name in (*names, *GROUPS) or any(n.startswith(f"{name}.") for n in names):
         return None
-    section, dot, end = name.rpartition(".")
-    inside = [n.removeprefix(f"{section}.") for n in names if dot and n.startswith(f"{section}.")]
-    by_end = {n.rpartition(".")[2]: n for n in names}
-    if inside:
-        close = [f"{section}.{e}" for e in difflib.get_close_matches(end, inside, 1)]
-    else:
-        close = difflib.get_close_matches(name, names if dot else [*names, *GROUPS], 1, 0.7)
-    close = close or [by_end[e] for e in difflib.get_close_matches(end, by_end, 1)]
-    rest = f"{section} has {', '.join(inside)}" if inside else "--help lists the keys"
-    return f"no key {name!r}; " + (f"did you mean {close[0]!r}?" if close else rest)
+    section, _, end = name.rpartition(".")
+    inside = [n for n in names if section and n.startswith(f"{section}.")]
+    ends = {n.rpartition(".")[2]: n for n in inside or [*names, *GROUPS]}
+    close = difflib.get_close_matches(end, ends, 1)
+    there = f"{section} has {', '.join(ends)}" if inside else "--help lists the keys"
+    return f"no key {name!r}; " + (f"did you mean {ends[close[0]]!r}?" if close else there)
 
 
 def explain() -> str:
@@ -211,17 +184,10 @@ def explain() -> str:
     return "\n".join(f"  {left:<28} {right}" for left, right in rows)
 
 
-def files(group: str) -> list[str]:
-    """What a group offers."""
-    return sorted(p.stem for p in (Path(__file__).parent / group).glob("*.yaml"))
-
-
 def choices() -> str:
     """Every group with its files, and what their first line says."""
     lines = []
-    for group in GROUPS:
-        for name in files(group):
-            text = (Path(__file__).parent / group / f"{name}.yaml").read_text().splitlines()
-            about = next((line[2:] for line in text if line.startswith("# ") and "@package" not in line), "")
-            lines.append(f"  {f'{group}={name}':<28} {about}")
+    for path in sorted(path for group in GROUPS for path in Path(__file__).parent.glob(f"{group}/*.yaml")):
+        about = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ") and "@package" not in line]
+        lines.append(f"  {f'{path.parent.name}={path.stem}':<28} {about[0] if about else ''}")
     return "\n".join(lines)

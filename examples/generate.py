@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ringattn as ra
 from ringattn.conf.schema import Model
-from ringattn.launch.train.checkpoint import complete, load_tensors, newest, read_state
+from ringattn.launch.train.checkpoint import load_tensors, newest, numbered, read_state
 from ringattn.launch.train.model import Decoder
 from ringattn.launch.train.parallelize import build
 from ringattn.models.nn import Attention, StreamingAttention
@@ -26,7 +26,7 @@ from ringattn.models.nn import Attention, StreamingAttention
 
 def found(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    checkpoints = complete(run / "checkpoints")
+    checkpoints = numbered(run / "checkpoints")
     if not checkpoints:
         sys.exit(f'{run} holds no checkpoint yet; make one: make train ARGS="run={run.name} save_every=40"')
     return checkpoints

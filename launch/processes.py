@@ -24,17 +24,11 @@ from typing import Any
 
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # lets ranks share a GPU, which gloo supports
 GRACE = 1.5  # seconds that the other ranks have to end after the first error
-MOST = max(64, 4 * (os.cpu_count() or 1))  # ranks on one machine
+RANKS_LIMIT = max(64, 4 * (os.cpu_count() or 1))  # on one machine
 EXTRAS = {
-    "torch": "torch",
-    "matplotlib": "plot",
-    "hydra": "train",
-    "safetensors": "train",
-    "omegaconf": "train",
-    "jax": "jax",
-    "ray": "ray",
-    "transformers": "hf",
-}
+    "matplotlib": "plot", "hydra": "train", "safetensors": "train", "omegaconf": "train", "transformers": "hf",
+    **{name: name for name in ("torch", "jax", "ray")},
+}  # fmt: skip
 TERMINALS = (signal.SIGINT, signal.SIGHUP)  # a terminal sends them to all of its processes
 CLOSED = (  # errors about a lost rank; the last one under TORCH_DISTRIBUTED_DEBUG=DETAIL
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
@@ -69,12 +63,10 @@ def sentence(error: BaseException) -> str | None:
     """
     kind, text = kind_of(error)
     package = (getattr(error, "name", None) or "").partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and package != "ringattn":
-        return (
-            f"{package} is not installed; pip install 'ringattn[{EXTRAS.get(package, 'dev')}]' ('.[...]' in a checkout)"
-        )
     if isinstance(error, ImportError) and package not in ("", "ringattn"):
-        return f"{package} is installed but cannot be imported ({text}); install it again"
+        missing = isinstance(error, ModuleNotFoundError)
+        found = "is not installed" if missing else f"is installed but cannot be imported ({text})"
+        return f"{package} {found}; pip install 'ringattn[{EXTRAS.get(package, 'dev')}]' ('.[...]' in a checkout)"
     return text if issubclass(kind, BAD) and not issubclass(kind, ConnectionError) else None
 
 
@@ -85,63 +77,56 @@ def status(error: BaseException) -> int:
     return FAILED if may_pass else WRONG_INPUT
 
 
-def run(function: Callable[..., Any], ranks: int, *args: Any, **how: Any) -> list[Any]:
-    """`function(*args)` on every rank of a new process group; the ranks' results in order. `how` is that of `each`."""
-    (results,) = each(once, ranks, function, *args, **how)
+def run(function: Callable[..., Any], ranks: int, *args: Any, **options: Any) -> list[Any]:
+    """`function(*args)` on every rank of a new process group; the ranks' results in order. Options are `each`'s."""
+    (results,) = each(one_item, ranks, function, *args, **options)
     return results
 
 
-def once(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+def one_item(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
     yield function(*args)
 
 
-def each(
-    function: Callable[..., Iterator[Any]],
-    ranks: int,
-    *args: Any,
-    backend: str = "gloo",
-    timeout: float | None = 600.0,
-    collective_timeout: float = 120.0,
-    preload: Sequence[str] = (),
-    grace: float = GRACE,
-) -> Iterator[list[Any]]:
+def each(function: Callable[..., Iterator[Any]], ranks: int, *args: Any, **options: Any) -> Iterator[list[Any]]:
     """What `function(*args)` yields on the ranks of a new process group: all ranks' first items, their second, ...
 
-    A list comes as soon as every rank has yielded its item. The function must be importable (no lambda).
-    After `timeout` seconds (None: never) every rank is ended and a RankError is raised; a single collective that waits
-    for `collective_timeout` seconds is an error of its rank. The first call of a process may name modules to `preload`,
-    which every rank then has imported from the start. After the first error the others have `grace` seconds to end by
-    themselves. A group whose processes could not connect, as happens on a busy machine, is started once more.
+    A list comes as soon as every rank has yielded its item. The function must be importable (no lambda). Options are
+    those of `group`. One whose processes could not connect, as happens on a busy machine, is started once more.
     """
-    if not 1 <= ranks <= MOST:
-        raise ValueError(f"{ranks} ranks, each a process here: on this machine there can be 1 to {MOST}")
-    given = (function, ranks, args, backend, timeout, collective_timeout, preload, grace)
+    if not 1 <= ranks <= RANKS_LIMIT:
+        raise ValueError(f"{ranks} ranks, each a process here: on this machine there can be 1 to {RANKS_LIMIT}")
     try:
-        yield from of_group(*given)
+        yield from group(function, ranks, args, **options)
     except RankError as error:
         if "connectFullMesh" not in error.summary:
             raise
-        yield from of_group(*given)
+        yield from group(function, ranks, args, **options)
 
 
-def of_group(
-    function: Callable[..., Iterator[Any]], ranks: int, args: Any, backend: str, timeout: float | None,
-    collective_timeout: float, preload: Sequence[str], grace: float,
+def group(
+    function: Callable[..., Iterator[Any]], ranks: int, args: Any, backend: str = "gloo",
+    timeout: float | None = 600.0, collective_timeout: float = 120.0, preload: Sequence[str] = (), grace: float = GRACE,
 ) -> Iterator[list[Any]]:  # fmt: skip
-    """`each`, of one group of processes."""
+    """`each`, of one group of processes.
+
+    After `timeout` seconds (None: never) every rank is ended and a RankError is raised; a single collective that waits
+    for `collective_timeout` seconds is an error of its rank. The first call of a process may name modules to `preload`,
+    which every rank then has imported from the start. After the first error the others have `grace` seconds to end by
+    themselves.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes", *preload])
     pipes, started = [], []
     with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:
         try:
             for rank in range(ranks):
-                mine, child = context.Pipe(duplex=False)
+                pipe, child = context.Pipe(duplex=False)
                 given = (child, function, args, rank, ranks, f"{folder}/store", backend, collective_timeout)
                 process = context.Process(target=work, args=given, daemon=True)
                 with blocked(*TERMINALS):
                     process.start()
                 child.close()
-                pipes.append(mine)
+                pipes.append(pipe)
                 started.append(process)
             yield from collect(pipes, started, time.monotonic() + (timeout or math.inf), grace)
         finally:
@@ -206,18 +191,18 @@ def end_of(process: Any) -> str:
     code = process.exitcode
     if code is None:
         return "its pipe closed, and it still runs"
-    if code >= 0:
-        return f"exit status {code}"
-    name = f" ({signal.Signals(-code).name})" if -code in set(signal.Signals) else ""  # real-time signals have none
-    return f"killed by signal {-code}{name}"
+    return f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({signal.Signals(-code).name})"
 
 
 def root_cause(errors: dict[int, RankError]) -> RankError:
     """The original error: one that a rank reports about itself rather than another rank's death; else a death."""
-    news = [e for e in errors.values() if "ConnectionError" in e.summary or any(word in e.summary for word in CLOSED)]
-    deaths = [e for e in errors.values() if "ended without a word" in e.summary]
-    own = [e for e in errors.values() if e not in news and e not in deaths]
-    return (own or deaths or news)[0]
+
+    def order(error: RankError) -> int:
+        if any(word in error.summary for word in ("ConnectionError", *CLOSED)):
+            return 2
+        return "ended without a word" in error.summary
+
+    return min(errors.values(), key=order)
 
 
 def work(
@@ -272,14 +257,13 @@ def join(device: str) -> None:
 
 def end_with_parent() -> None:
     """Send this rank a SIGTERM when the process that started it is gone: training saves, all else ends."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent := multiprocessing.parent_process():
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_with_launcher(launcher: int) -> None:
-    """The same for a rank started by another program, whose process id is `parent`."""
+    """The same for a rank that another program started."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

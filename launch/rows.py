@@ -13,20 +13,15 @@ def read(path: Path) -> list[Row]:
     rows: list[Row] = []
     if not path.is_file():
         run = path / "metrics.jsonl"
-        hint = f"did you mean {run}?" if run.is_file() else "give a file of benchmark lines"
-        raise ValueError(f"{path} is no file; {hint}")
-    try:
-        text = path.read_text()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text ({error.reason} at byte {error.start}); give a file of lines") from None
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
-            if not isinstance(rows[-1], dict):
-                raise ValueError(f"{path}, line {number} is not an object: {line[:60]}")
+        raise ValueError(f"{path} is no file; did you mean {run}?" if run.is_file() else f"{path} is no file")
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        try:
+            row = json.loads(line.strip() or "{}")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number} is not an object: {line[:60]}")
+        rows += [row] if row else []
     if not rows:
         raise ValueError(f"{path} has no lines")
     return rows

@@ -106,31 +106,20 @@ def values(words: list[str], options: type) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         key = key.lstrip("-").replace("-", "_")
-        if not equals and not word.startswith("-"):
-            key, text = bare(word, fields, hints), word
+        if not equals:
+            if word.startswith("-") and hints.get(key) is bool:
+                text = "true"
+            elif key in fields or word.startswith("-"):
+                raise ValueError(f"{word!r} is not KEY=VALUE; give {key}=VALUE")
+            else:  # the first field's value
+                key, text = next(iter(fields)), word
         if key not in fields:
             raise ValueError(f"no option {key!r}{nearest(key, fields)} (there are {', '.join(fields)})")
         if key in given:
             raise ValueError(f"{key} is given twice; give it once")
-        if word.startswith("-") and not equals:
-            bare_value = "true" if hints[key] is bool else fields[key].metadata.get("bare")
-            if bare_value is None:
-                raise ValueError(f"{word} has no value; give {key}={show(default_of(fields[key]))}, or another")
-            text = bare_value
         given[key] = convert(key, text, hints[key])
         allow(key, fields[key], given[key])
     return given
-
-
-def bare(word: str, fields: dict[str, Any], hints: dict[str, Any]) -> str:
-    """The first field's name, if a word without a key can be its value."""
-    first = next(iter(fields))
-    try:
-        convert(first, word, hints[first])
-    except ValueError:
-        remedy = f"; give {word}=VALUE" if word in fields else f"; the options are {', '.join(fields)}"
-        raise ValueError(f"{word!r} is not KEY=VALUE{remedy}") from None
-    return first
 
 
 def convert(key: str, text: str, hint: Any) -> Any:

@@ -123,10 +123,10 @@ def test_the_exit_status_says_whether_another_attempt_may_help(error, status):
 
 
 def test_the_ranks_store_on_the_loopback_listens_nowhere_else():
-    socket = torchrun.listener("127.0.0.1")
+    socket = ray.listener("127.0.0.1")
     port = socket.getsockname()[1]
-    server = torchrun.store("127.0.0.1", port, timedelta(seconds=30), socket)
-    other = torchrun.store("127.0.0.1", port, timedelta(seconds=30))
+    server = ray.store_at("127.0.0.1", port, timedelta(seconds=30), socket)
+    other = ray.store_at("127.0.0.1", port, timedelta(seconds=30))
     server.set("key", "value")
     assert other.get("key") == b"value"
     assert [address for address, p in listening() if p == port] == ["0100007F"]

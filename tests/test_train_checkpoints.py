@@ -35,7 +35,7 @@ def run(saved, tmp_path) -> Path:
 
 
 def step(run: Path, number: int) -> Path:
-    return run / "checkpoints" / checkpoint.name_of(number)
+    return run / "checkpoints" / f"step-{number:08d}"
 
 
 def flip(file: Path, at: int) -> None:
@@ -135,26 +135,24 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(tmp_path):
 
 @pytest.mark.parametrize("text", ["[]", "", "{", "[" * 10**5, '{"step": 1, "model": {}, "crc32": 1}'])
 def test_a_state_of_another_shape_cannot_be_read(text, tmp_path):
-    """The last one is of an older version."""
     path = made(tmp_path, 1)
     (path / "state.json").write_text(text)
-    older = "another version of ringattn saved it" * ("1" in text)
-    with pytest.raises(ValueError, match=r"step-00000001 cannot be read \(.*" + older):
+    with pytest.raises(ValueError, match="step-00000001 cannot be read"):
         checkpoint.matching(path, {})
 
 
 def test_a_run_folder_that_is_deleted_while_it_trains_is_noticed(tmp_path):
     run = tmp_path / "run"
     log = metrics.Log(run)
-    log.write({"kind": "step", "step": 1})
+    log.write("step", 1)
     layer, optimizer = small()
     with one_process():
         checkpoints = checkpoint.Checkpoints(run, 2, None)
         shutil.rmtree(run)
         with pytest.raises(OSError, match=r"run/metrics\.jsonl was deleted or moved"):
-            log.write({"kind": "step", "step": 2})
+            log.write("step", 2)
         checkpoints.save(7, layer, optimizer, {})
-        with pytest.raises(OSError, match=r"save step 7 in .*run was deleted or moved"):
+        with pytest.raises(OSError, match=r"save .*run was deleted or moved"):
             checkpoints.finish()
     log.close()
     assert not run.exists()
@@ -169,10 +167,10 @@ def test_a_disk_without_room_is_an_error_of_its_file_and_nothing_half_written_st
         log = metrics.Log(tmp_path)
         with at_most(room):
             checkpoints.save(7, layer, optimizer, {"notes": "x" * 10**5})
-            with pytest.raises(OSError, match=r"save step 7 in .*; free space, or use folder"):
+            with pytest.raises(OSError, match=r"save .*step-00000007 .*; free space, or use folder"):
                 checkpoints.finish()
             with pytest.raises(OSError, match=r"could not write .*metrics\.jsonl"):
-                log.write({"kind": "step", "step": 1, "more": "x" * 10**5})
+                log.write("step", 1, more="x" * 10**5)
         assert list(checkpoints.folder.iterdir()) == []
         checkpoints.save(8, layer, optimizer, {})  # there is room again
         checkpoints.finish()

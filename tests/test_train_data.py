@@ -15,7 +15,7 @@ def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):
     for start in range(10):
         for count in range(1, 11 - start):
             assert bytes(corpus.read(start, count).astype(np.uint8)) == b"abcdefghij"[start : start + count]
-    samples = data.samples(corpus, Data(held_out=1), seq_len=2, seed=0)
+    samples = data.Samples(corpus, seq_len=2, seed=0, held_out=1)
     assert (samples.total, len(samples)) == (4, 3)
     epoch = [tuple(samples.train(i).tokens) for i in range(3)]
     assert len(set(epoch)) == 3 and tuple(samples.evaluation(0).tokens) not in epoch
@@ -24,7 +24,7 @@ def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):
 
 def test_an_epochs_order_is_drawn_once(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(bytes(101))
-    samples = data.samples(data.open_corpus(Data(path=str(tmp_path)), 256), Data(held_out=20), seq_len=1, seed=5)
+    samples = data.Samples(data.open_corpus(Data(path=str(tmp_path)), 256), seq_len=1, seed=5, held_out=20)
     draw, drawn = np.random.default_rng, []
     monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or draw(seed))
     data.shuffled.cache_clear()
@@ -40,7 +40,7 @@ def test_documents_are_files_or_what_a_token_ends(tmp_path):
     corpus = data.open_corpus(Data(path=str(tmp_path), suffix=".txt"), 256)
 
     def sample(documents: str, index: int) -> data.Sample:
-        return data.samples(corpus, Data(held_out=0, documents=documents), seq_len=4, seed=0).sample(index)
+        return data.Samples(corpus, 4, 0, held_out=0, documents=documents).sample(index)
 
     assert bytes(sample("files", 0).tokens.astype(np.uint8)) == b"abcde"
     assert sample("files", 0).starts.tolist() == [3] and sample("files", 1).starts.tolist() == [3]

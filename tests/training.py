@@ -48,7 +48,7 @@ def where(**choices) -> Train:
 
 def made(folder: Path, step: int, **state) -> Path:
     """A complete checkpoint of no tensors."""
-    path = folder / checkpoint.name_of(step)
+    path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     checkpoint.write_state(path, {"step": step, "files": {}, **state})
     return path

@@ -1,6 +1,6 @@
 """Checkpoints: written beside the training, complete or not there at all, and checked before they are loaded.
 
-runs/NAME/checkpoints/step-00000100/rank-00000.safetensors   the rows of each tensor that rank 0 held
+runs/NAME/checkpoints/step-00000100/rank-00000.safetensors   the rows of each tensor that rank 0 has
 runs/NAME/checkpoints/step-00000100/state.json               the state of the training; a checksum of every file
 runs/NAME/checkpoints/step-00000100.part/   the same while it is being written; never read
 
@@ -17,7 +17,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.comms import lost, messages
 from ringattn.conf.schema import Train
-from ringattn.launch.train import data, metrics
+from ringattn.launch.train import data
+from ringattn.launch.train.metrics import echo
 
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError)  # of a JSON file of any content
 
@@ -48,7 +48,7 @@ class Checkpoints:
         self.group = group  # its own, so that its messages do not mix with the training's
         self.writing: Future[None] | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoints")
-        self.copies: dict[str, Tensor] = {}  # what this rank holds of each tensor
+        self.copies: dict[str, Tensor] = {}  # this rank's part of each tensor
         self.begins: dict[str, list[int]] = {}  # where that begins in the whole tensor
         self.copied: Any = None  # the event after which a GPU has copied
 
@@ -61,44 +61,42 @@ class Checkpoints:
     @torch.no_grad()
     def copy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Into memory of the host that stays, pinned where it comes from a GPU."""
-        whole = tensors(model, optimizer)
-        gpus = [t.device for t in whole.values() if t.is_cuda]
-        aside = torch.cuda.Stream(gpus[0]) if gpus else None
-        if aside is not None:
-            aside.wait_stream(torch.cuda.current_stream())
-        for name, tensor in whole.items():
+        on_gpu = next(model.parameters()).is_cuda
+        side_stream = torch.cuda.Stream() if on_gpu else None
+        if side_stream is not None:
+            side_stream.wait_stream(torch.cuda.current_stream())
+        for name, tensor in tensors(model, optimizer).items():
             if dist.get_rank() and not isinstance(tensor, DTensor):  # a count of steps, which all ranks have
                 continue
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name not in self.copies:
                 self.begins[name] = begin_of_rows(tensor)
                 self.copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-            with torch.cuda.stream(aside):
+            with torch.cuda.stream(side_stream):
                 self.copies[name].copy_(local, non_blocking=True)
-        if aside is not None:
+        if side_stream is not None:
             if self.copied is None:
                 optimizer.register_step_pre_hook(lambda *_: torch.cuda.current_stream().wait_event(self.copied))
-            self.copied = aside.record_event()
+            self.copied = side_stream.record_event()
 
     def write(self, step: int, state: dict[str, Any]) -> None:
         """The copies into a folder, every rank its file; visible under its name when all of it is there."""
         if self.copied is not None:
             torch.cuda.set_device(self.copied.device)  # this thread's, which would else take the first GPU
             self.copied.synchronize()
-        unfinished, rank0 = self.folder / f"{name_of(step)}.part", dist.get_rank() == 0
+        whole, rank0 = self.folder / f"step-{step:08d}", dist.get_rank() == 0
+        part = whole.with_name(f"{whole.name}.part")
         try:
-            self.together(partial(self.begin, unfinished) if rank0 else lambda: None)
-            files = self.together(lambda: self.write_file(unfinished))
+            self.together(lambda: self.begin(part) if rank0 else None)
+            files = self.together(lambda: self.write_file(part))
             if rank0:
-                self.publish(unfinished, self.folder / name_of(step), {**state, "files": dict(files)})
+                self.publish(part, whole, {**state, "files": dict(files)})
         except Exception as error:
             if rank0:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                shutil.rmtree(part, ignore_errors=True)
             if lost.of_transport(error):
                 raise ConnectionError(f"could not save step {step}: {lost.who_is_missing(str(error))}") from error
-            raise OSError(
-                f"could not save step {step} in {self.folder} ({error}); free space, or use folder=PATH"
-            ) from error
+            raise OSError(f"could not save {whole} ({error}); free space, or use folder=PATH") from error
 
     def together(self, action: Callable[[], Any]) -> list[Any]:
         """Do something on all ranks; the ranks' results, or one error on all of them."""
@@ -112,31 +110,30 @@ class Checkpoints:
             raise OSError(problem)
         return [result for result, _ in everyone]
 
-    def begin(self, unfinished: Path) -> None:
+    def begin(self, part: Path) -> None:
         """An empty folder to write into. The run's own folder is not made again if it was deleted."""
         if not self.folder.parent.is_dir():
             raise FileNotFoundError(f"{self.folder.parent} was deleted or moved while the run wrote to it")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        self.folder.mkdir(exist_ok=True)
-        unfinished.mkdir()
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
 
     def write_file(self, folder: Path) -> tuple[str, str]:
-        """What this rank holds, and in the header where that begins in the whole tensors; its name and checksum."""
-        held = {name: x for name, x in self.copies.items() if x.numel()}
-        offsets = {name: {"saved_offsets": self.begins[name]} for name in held}
+        """This rank's rows, and in the header where they begin in the whole tensors; the file's name and checksum."""
+        local = {name: x for name, x in self.copies.items() if x.numel()}
+        offsets = {name: {"saved_offsets": self.begins[name]} for name in local}
         file = folder / f"rank-{dist.get_rank():05d}.safetensors"
-        save_file(held, file, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+        save_file(local, file, {"DCP_SHARDING_INFO": json.dumps(offsets)})
         on_disk(file)
         return file.name, checksum(file)
 
-    def publish(self, unfinished: Path, whole: Path, state: dict[str, Any]) -> None:
+    def publish(self, part: Path, whole: Path, state: dict[str, Any]) -> None:
         """The list of files comes last, then the folder's name; and those checkpoints go that are too many."""
-        write_state(unfinished, state)
-        on_disk(unfinished)
+        write_state(part, state)
+        on_disk(part)
         shutil.rmtree(whole, ignore_errors=True)
-        unfinished.rename(whole)
+        part.rename(whole)
         on_disk(self.folder)
-        for old in [p for p in complete(self.folder) if p.name <= whole.name][: -self.keep]:
+        for old in [p for p in numbered(self.folder) if step_of(p) <= step_of(whole)][: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     def finish(self, wait: bool = True) -> None:
@@ -148,22 +145,17 @@ class Checkpoints:
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights and the optimizer's moments, by name."""
-    named = {name: weight.detach() for name, weight in model.named_parameters()}
-    moments = {
-        f"{name}@{key}": value
-        for name, weight in model.named_parameters()
-        for key, value in optimizer.state[weight].items()
-    }
-    return {**named, **moments}
+    named = dict(model.named_parameters())
+    moments = {f"{name}@{key}": x for name, weight in named.items() for key, x in optimizer.state[weight].items()}
+    return {name: weight.detach() for name, weight in named.items()} | moments
 
 
 def begin_of_rows(tensor: Tensor) -> list[int]:
     """Where a rank's rows begin in the whole tensor, as FSDP2 deals them."""
     if not isinstance(tensor, DTensor):
         return [0] * tensor.dim()
-    mesh = tensor.device_mesh
+    mesh, rows = tensor.device_mesh, len(tensor)
     assert mesh.ndim == 1 and tensor.placements[0].is_shard(0), tensor.placements
-    rows = len(tensor)
     return [min(rows, mesh.get_local_rank() * -(-rows // mesh.size())), *[0] * (tensor.dim() - 1)]
 
 
@@ -178,19 +170,14 @@ def start_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> dict[str, Any]:
     """Everything back where it was; returns the saved state. A checkpoint of another training is refused first."""
-    state, problem = matching(path, about), None
+    state = matching(path, about)
     start_moments(optimizer)
-    try:
-        load_tensors(path, tensors(model, optimizer))
-    except ValueError as error:
-        problem = str(error)
-    if problem := next(filter(None, everyones(problem)), None):
-        raise ValueError(problem)
+    load_tensors(path, tensors(model, optimizer))
     return state
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Read these tensors, or what this rank holds of them; no rank talks to another."""
+    """Read these tensors, or this rank's part of them; no rank talks to another."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -212,7 +199,7 @@ def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
         problem = next(filter(None, everyones(damage(path, rank, ranks), group)), None)
         if problem is None:
             for broken, why in problems.items() if rank == 0 else ():
-                metrics.echo(f"{broken} cannot be read ({why}); goes on from an older one")
+                echo(f"{broken} cannot be read ({why}); goes on from an older one")
             return path
         problems[path] = problem
     if problems:
@@ -220,9 +207,9 @@ def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
     return None
 
 
-def everyones(mine: Any, group: Any = None) -> list[Any]:
+def everyones(value: Any, group: Any = None) -> list[Any]:
     """What each rank has, in their order."""
-    return messages.gather(mine, group) if dist.is_initialized() else [mine]
+    return messages.gather(value, group) if dist.is_initialized() else [value]
 
 
 def about(config: Train, corpus: data.Corpus) -> dict[str, Any]:
@@ -241,31 +228,21 @@ def about(config: Train, corpus: data.Corpus) -> dict[str, Any]:
 def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     """The saved state of a checkpoint of this training (`about`); a ValueError for any other."""
     state = read_state(path)
-    differ = [f"{key} is {state.get(key)!r} there and {here!r} here" for key, here in about.items()
-              if state.get(key) != here]  # fmt: skip
+    differ = [f"{k} is {state.get(k)!r} there and {x!r} here" for k, x in about.items() if state.get(k) != x]
     if differ:
         raise ValueError(f"{path} is of another training: {'; '.join(differ)}; use the same, or start another run=NAME")
     return state
 
 
-def name_of(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def step_of(path: Path) -> int:
     """The step after which a checkpoint was saved, by its name; -1 for what has no checkpoint's name."""
     match = re.fullmatch(r"step-([0-9]{8,18})", path.name)
-    return int(match[1]) if match and path.name == name_of(int(match[1])) else -1
+    return int(match[1]) if match else -1
 
 
 def numbered(folder: Path) -> list[Path]:
     """All that has a checkpoint's name, oldest first."""
     return sorted((p for p in folder.glob("step-*") if step_of(p) >= 0), key=step_of)
-
-
-def complete(folder: Path) -> list[Path]:
-    """The checkpoints that were written to their end, oldest first; their files are not checked."""
-    return [p for p in numbered(folder) if (p / "state.json").is_file()]
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -275,7 +252,7 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state of a complete checkpoint; a ValueError if it cannot be read, with those that can."""
+    """The state of a checkpoint, whose other files are not checked; a ValueError if it cannot be read."""
     if problem := damage(path):
         raise unreadable({path: problem})
     return json.loads((path / "state.json").read_bytes())
@@ -285,27 +262,24 @@ def damage(path: Path, rank: int = 0, ranks: int = 0) -> str | None:
     """What is not as it was saved, if anything: of state.json, and of this rank's share of the other files."""
     try:
         state = json.loads(regular(path / "state.json").read_bytes())
-        saved, files = state.pop("checksum", None), state.get("files")
-        if saved is None:
-            return "another version of ringattn saved it: go on with that version"
-        if saved != digest(state) or state["step"] != step_of(path):
+        if state.pop("checksum") != digest(state) or state["step"] != step_of(path):
             return "state.json is not as it was saved"
+        files = state["files"]
         if {*files} != {p.name for p in path.glob("*.safetensors")}:
             return "a file is missing, or there is one more"
         for name in sorted(files)[rank::ranks] if ranks else ():
             if checksum(regular(path / name)) != files[name]:
                 return f"{name} is not as it was saved"
     except UNREADABLE as error:
-        return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
     return None
 
 
 def unreadable(problems: dict[Path, str]) -> ValueError:
     """The error for broken checkpoints, with the older ones."""
     what = "; ".join(f"{path} cannot be read ({' '.join(why.split())})" for path, why in problems.items())
-    path = min(problems)
-    there = complete(path / "checkpoints") or [p for p in complete(path.parent) if p < path]
-    instead = f"use resume=PATH to go on from one of: {', '.join(map(str, there))}" if there else "none is older"
+    older = [str(path) for path in numbered(min(problems).parent) if path < min(problems)]
+    instead = f"use resume=PATH to go on from one of: {', '.join(older)}" if older else "none is older"
     return ValueError(f"{what}; {instead}, or start another run=NAME")
 
 
@@ -318,10 +292,10 @@ def regular(file: Path) -> Path:
 
 def checksum(file: Path) -> str:
     """CRC-32, which finds damage at several GB a second."""
-    crc, block = 0, memoryview(bytearray(1 << 22))
+    crc = 0
     with file.open("rb", buffering=0) as opened:
-        while count := opened.readinto(block):
-            crc = zlib.crc32(block[:count], crc)
+        while block := opened.read(1 << 22):
+            crc = zlib.crc32(block, crc)
     return f"{crc:08x}"
 
 

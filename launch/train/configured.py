@@ -1,35 +1,35 @@
-"""Run a command whose words make a configuration, such as `ringattn train`, or print one sentence on why not."""
+"""The configuration of a run: from the command's words, with every `auto` decided, and the folder that it names."""
 
 import dataclasses
+import json
 import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from ringattn.conf import schema
-from ringattn.conf.schema import Train
+from ringattn.conf.schema import Strategy, Train
 from ringattn.launch.processes import WRONG_INPUT, sentence
 from ringattn.launch.train import torchrun
-from ringattn.launch.train.report import plural
 
 USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
 
-Groups choose files of conf/, keys change single values; --cfg job prints the result, --multirun with a=1,2 sweeps,
---config-dir DIR adds your own files.
+Groups choose files of conf/, keys change single values; --cfg job prints the result, --config-dir DIR adds your own
+files.
 """
 
 PATIENCE = 20.0  # seconds that a rank waits for rank 0 to report a problem
 
 
 def run(words: list[str], task: Callable[[Train], int | None]) -> int | None:
-    """`task(config)` for each configuration that the words make; the exit status.
+    """`task(config)` for the configuration that the words make, whose exit status this returns.
 
-    A wrong configuration is one sentence from rank 0 and status 2. If a task returns None, a signal stopped it: the
-    sweep ends too, with the status of the runs before it, None if all were good.
+    A wrong configuration is one sentence from rank 0 and status 2.
     """
     if "-h" in words or "--help" in words:
         print(f"{USAGE}\n{schema.choices()}\n\n{schema.explain()}")
@@ -38,29 +38,17 @@ def run(words: list[str], task: Callable[[Train], int | None]) -> int | None:
         from ringattn.conf import compose  # which needs Hydra
 
         given = compose.options(words)
-        if given.multirun and torchrun.started():
-            raise ValueError("a sweep starts many runs, and torchrun started the ranks of one; sweep outside torchrun")
-        configs = compose.composed(given)
+        config = compose.composed(given)
     except (ImportError, ValueError) as error:
         text = sentence(error)
         if text is None:
             raise
         return complain(text)
     if given.cfg:
-        for _, config in configs if torchrun.rank() == 0 else ():
+        if torchrun.rank() == 0:
             print(compose.as_yaml(config), end="")
         return 0
-    statuses: list[int] = []
-    for done, (swept, config) in enumerate(configs, 1):
-        if swept:
-            print(f"{swept}:", file=sys.stderr, flush=True)
-        status = task(config)
-        if status is None:
-            if configs[done:]:
-                print(f"the sweep was stopped; not begun: {'; '.join(left for left, _ in configs[done:])}")
-            return max(statuses, default=0) or None
-        statuses.append(status)
-    return max(statuses)
+    return task(config)
 
 
 def complain(problem: str, status: int = WRONG_INPUT) -> int:
@@ -85,18 +73,54 @@ def resolved(config: Train, ranks: int | None) -> Train:
     s = config.strategy
     if s.ulysses is None:
         s = dataclasses.replace(s, ring=s.ring or 1)
-    fixed, filled = s.data * (s.ring or 1) * (s.ulysses or 1), s.ring is None or s.ulysses is None
+    fixed, flexible = s.data * (s.ring or 1) * (s.ulysses or 1), s.ring is None or s.ulysses is None
     if ranks is None:
         there = gpus if device == "cuda" else 0
-        ranks = config.nproc or there or (math.lcm(2, fixed) if filled else fixed)
+        ranks = config.nproc or there or (math.lcm(2, fixed) if flexible else fixed)
         if device == "cuda" and ranks > gpus and not config.dry_run:
             raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
-    if ranks % fixed if filled else fixed != ranks:
+    if ranks % fixed if flexible else fixed != ranks:
         raise ValueError(
             f"strategy.data={s.data} x ring={s.ring} x ulysses={s.ulysses} does not make {plural(ranks)}; "
-            f"change these, or start {'a multiple of ' * filled}{fixed}"
+            f"change these, or start {'a multiple of ' * flexible}{fixed}"
         )
-    rest = ranks // fixed
+    remaining = ranks // fixed
     precision = ("bfloat16" if device == "cuda" else "float32") if config.precision == "auto" else config.precision
-    strategy = dataclasses.replace(s, ring=s.ring or rest, ulysses=s.ulysses or rest)
+    strategy = dataclasses.replace(s, ring=s.ring or remaining, ulysses=s.ulysses or remaining)
     return dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks)
+
+
+def plural(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
+def on_one_rank(config: Train) -> Train:
+    """The same training, the same batches, on one rank; no checkpoint is made, also when it is stopped."""
+    strategy = Strategy(ring=1, kernel=config.strategy.kernel, recompute=config.strategy.recompute)
+    batch = config.batch * config.strategy.data
+    return dataclasses.replace(config, strategy=strategy, nproc=1, batch=batch, save_every=0, keep=0)
+
+
+def new_folder(config: Train) -> Path:
+    """The folder of this run: that of its name, or a new one named after the time; never another run's."""
+    name = config.run or torchrun.run_name()
+    if name is None and config.resume == "auto":
+        raise ValueError("resume=auto goes on with a run by its name, and none was given; use run=NAME")
+    name = name or time.strftime("%Y%m%d-%H%M%S")
+    folder, count = Path(config.folder) / name, 1
+    while config.run is None and not torchrun.started() and folder.exists():
+        folder, count = Path(config.folder) / f"{name}-{count}", count + 1
+    log = folder / "metrics.jsonl"
+    taken = (log.is_file() and log.stat().st_size) or any(folder.glob("checkpoints/step-*/state.json"))
+    restarted = torchrun.attempt() > 0 and launcher_of(folder) == torchrun.run_name()
+    if taken and config.resume != "auto" and not restarted:
+        raise ValueError(f"{folder} holds a run; use resume=auto to go on, or another run=NAME")
+    return folder
+
+
+def launcher_of(folder: Path) -> str | None:
+    """The name of the torchrun whose ranks wrote a run's config.json."""
+    try:
+        return json.loads((folder / "config.json").read_text()).get("launcher")
+    except (OSError, ValueError):
+        return None

@@ -93,6 +93,15 @@ class Samples:
     held_out: int
     documents: str = ""
 
+    def __post_init__(self) -> None:
+        if self.total < 1:
+            count = len(self.corpus)
+            shorter = f"seq_len={count - 1} or less, or " * (count > 1)
+            raise ValueError(
+                f"{self.corpus.name} has {count} tokens, one sequence takes seq_len + 1 = {self.seq_len + 1}; "
+                f"use {shorter}more data"
+            )
+
     def __len__(self) -> int:
         """Training sequences in one epoch."""
         return self.total - self.kept
@@ -109,7 +118,7 @@ class Samples:
     def train(self, number: int) -> Sample:
         """The `number`-th training sequence of the run."""
         epoch, i = divmod(number, len(self))
-        return self.sample(self.split()[self.order(epoch)[i]])
+        return self.sample(self.split()[shuffled(len(self), self.seed, 1, epoch)[i]])
 
     def evaluation(self, number: int) -> Sample:
         return self.sample(self.split()[len(self) + number])
@@ -126,9 +135,6 @@ class Samples:
         """All samples, shuffled once: the last `kept` are held out."""
         return shuffled(self.total, self.seed, 0)
 
-    def order(self, epoch: int) -> np.ndarray:
-        return shuffled(len(self), self.seed, 1, epoch)
-
 
 @lru_cache(maxsize=4)
 def shuffled(count: int, *seed: int) -> np.ndarray:
@@ -140,26 +146,23 @@ def shuffled(count: int, *seed: int) -> np.ndarray:
 
 def of(config: Train) -> Samples:
     """The sequences of a run; a ValueError if its data are missing, or too short for one."""
-    corpus = open_corpus(config.data, config.model.vocab)
-    return samples(corpus, config.data, config.seq_len, config.seed)
+    corpus, data = open_corpus(config.data, config.model.vocab), config.data
+    return Samples(corpus, config.seq_len, config.seed, data.held_out, data.documents)
 
 
 def open_corpus(data: Data, vocab: int) -> Corpus:
     """The files that the configuration names; a ValueError says what is missing."""
-    dtype = np.dtype(data.tokens or "uint8")
+    dtype, stdlib = np.dtype(data.tokens or "uint8"), data.path == "stdlib"
     if not data.path:
-        what = f", of {dtype} numbers and nothing else" * bool(data.tokens)
-        raise ValueError(f"use data.path=PATH: a folder of files, or one file{what}")
-    path = Path(sysconfig.get_paths()["stdlib"] if data.path == "stdlib" else data.path).expanduser()
+        raise ValueError("use data.path=PATH: a folder of files, or one file")
+    path = Path(sysconfig.get_paths()["stdlib"] if stdlib else data.path).expanduser()
     if not path.exists():
         raise ValueError(f"data.path={path} does not exist; name a folder of files, or one file")
-    suffix = data.suffix or (".py" if data.path == "stdlib" else "")
-    skip = UNLIKE_TEXT if data.path == "stdlib" else ()
-    files = [path] if path.is_file() else find(path, suffix, skip)
-    corpus = Corpus("the Python standard library" if data.path == "stdlib" else str(path), tuple(files), dtype, vocab)
+    suffix = data.suffix or ".py" * stdlib
+    files = [path] if path.is_file() else find(path, suffix, UNLIKE_TEXT if stdlib else ())
+    corpus = Corpus("the Python standard library" if stdlib else str(path), tuple(files), dtype, vocab)
     if len(corpus) == 0:
-        what = f"file ending in {suffix!r}" if suffix else "file"
-        raise ValueError(f"data.path={path} holds no {what} with anything in it; look at data.path and data.suffix")
+        raise ValueError(f"data.path={path} holds no file {suffix} with anything in it; look at data.suffix too")
     if vocab < 256 and data.tokens is None:
         raise ValueError(f"model.vocab={vocab} is too small for bytes; use model.vocab=256")
     for file in files:
@@ -175,18 +178,6 @@ def find(folder: Path, suffix: str, skip: tuple[str, ...] = ()) -> list[Path]:
         folders[:] = [f for f in folders if f not in (*NOT_OURS, *skip) and f[0] != "."]
         files += [Path(at, n) for n in names if n.endswith(suffix) and not n.startswith(".")]
     return sorted(f for f in files if f.is_file() and f.stat().st_size)
-
-
-def samples(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Samples:
-    """The corpus divided into sequences; a ValueError if it is too short for one."""
-    dealt = Samples(corpus, seq_len, seed, data.held_out, data.documents)
-    if dealt.total < 1:
-        shorter = f"seq_len={len(corpus) - 1} or less, or " * (len(corpus) > 1)
-        raise ValueError(
-            f"{corpus.name} has {len(corpus)} tokens, one sequence takes seq_len + 1 = {seq_len + 1}; "
-            f"use {shorter}more data"
-        )
-    return dealt
 
 
 def checksum(corpus: Corpus) -> int:

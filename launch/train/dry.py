@@ -19,13 +19,6 @@ from ringattn.plans.plan import Plan
 AGAIN = {"none": 0.0, "pointwise": 0.0, "cheap": 0.5, "block": 1.0}  # of the products of forward that run twice
 
 
-def machine_of(config: Train) -> Machine:
-    machine = of_device(config.device) if config.machine is None else load(config.machine)
-    if machine.device != config.device:
-        raise ValueError(f"machine={config.machine}: it describes {machine.device}, and device={config.device}")
-    return machine
-
-
 def report(config: Train) -> str:
     """The whole report of a dry run that starts no rank; `config` is resolved."""
     m, s, ranks = config.model, config.strategy, config.nproc or 1
@@ -36,20 +29,17 @@ def report(config: Train) -> str:
     a_step = config.batch * config.accumulate * s.data
     lengths = [samples.train(i).lengths(config.seq_len) for i in range(a_step)] if samples.documents else None
     flops = sum(estimate.train_flops(m, n) for n in lengths or [[config.seq_len]] * a_step)
-    memory, seconds = estimate.needs(config, decoder, plan.local_len, ranks), step_seconds(config, plan, machine, flops)
+    memory = estimate.peak_memory(config, decoder, plan.local_len, ranks)
+    seconds = step_seconds(config, plan, machine, flops)
     used = flops / ranks / seconds / (machine.products * 1e12)
-    fits = "yes" if memory.most <= machine.memory else "no: more ranks, strategy.recompute or a shorter seq_len"
+    fits = "yes" if memory <= machine.memory else "no: more ranks, strategy.recompute or a shorter seq_len"
     rows = {
         "ranks": f"{ranks} on {config.device}, {config.precision}",
         "weights": f"{sum(p.numel() for p in decoder.parameters()) / 1e6:.2f} million in {m.layers} blocks",
         "a step": f"{config.seq_len} tokens x {a_step} sequences, {plan.local_len} tokens of each a rank",
         "data": f"{samples.corpus.name}: {len(samples.corpus) / 1e6:.1f} million tokens, {len(samples)} sequences",
-        "state": f"{in_words(memory.state)} a rank: float32 weights, gradients, two moments",
-        "kept for backward": f"about {in_words(memory.kept)} a rank",
-        "a block at work": f"about {in_words(memory.block_at_work)} a rank",
-        "logits at work": f"about {in_words(memory.head_at_work)} a rank",
-        "peak": f"about {in_words(memory.most)} a rank: block and logits are not alive together",
-        "fits": f"{fits}, {in_words(memory.most)} of {in_words(machine.memory)}",
+        "peak memory": f"about {in_words(memory)} a rank: state, what is kept for backward, and what is at work",
+        "fits": f"{fits}, {in_words(memory)} of {in_words(machine.memory)}",
         "flops": f"{flops:.3g} a step",
         "predicted": f"{seconds:.3g} s a step on {machine.name}",
         "speed": f"{a_step * config.seq_len / seconds:,.0f} tokens/s, {used:.0%} of what its matrix products reach",
@@ -58,9 +48,7 @@ def report(config: Train) -> str:
 
 
 def in_words(size: float) -> str:
-    """Bytes in the unit that is read most easily."""
-    unit, name = next(((2**n, name) for n, name in ((30, "GiB"), (20, "MiB")) if size >= 2**n / 2), (2**10, "KiB"))
-    return f"{size / unit:.3g} {name}"
+    return f"{size / 2**30:.3g} GiB"
 
 
 def step_seconds(config: Train, plan: Plan, machine: Machine, flops: float) -> float:
@@ -75,3 +63,10 @@ def step_seconds(config: Train, plan: Plan, machine: Machine, flops: float) -> f
     slower = ITEMS[config.precision] / 2 if machine.device != "cpu" else 1.0  # float32 products take twice as long
     slower *= machine.crowd(ranks)
     return attention + slower * max(0.0, others) * (1 + again / 3) / ranks / (machine.products * 1e12)
+
+
+def machine_of(config: Train) -> Machine:
+    machine = of_device(config.device) if config.machine is None else load(config.machine)
+    if machine.device != config.device:
+        raise ValueError(f"machine={config.machine}: it describes {machine.device}, and device={config.device}")
+    return machine

@@ -5,7 +5,6 @@ benchmarks/train-h200.jsonl hold it to a fifth.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ringattn.conf.schema import Model, Train
@@ -20,44 +19,22 @@ ATTENTION = {"cudnn": 3.0}
 OTHERS = 1.9
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Bytes on a rank: the state, what the blocks keep for backward, and what one part needs while it runs."""
+def peak_memory(config: Train, decoder: Decoder, local_len: int, ranks: int) -> float:
+    """Bytes at the peak of a rank that holds `local_len` tokens of each sequence and its part of the weights.
 
-    state: float
-    gradients: float  # part of the state
-    block: float  # kept by one block
-    layers: int
-    block_at_work: float
-    head_at_work: float
-
-    @property
-    def kept(self) -> float:
-        return self.layers * self.block
-
-    @property
-    def most(self) -> float:
-        """Backward begins with all that was kept and no gradient, and ends the other way round."""
-        begins, ends = self.state - self.gradients + self.kept, self.state + self.block
-        return max(begins + max(self.block_at_work, self.head_at_work), ends + self.block_at_work)
-
-
-def needs(config: Train, decoder: Decoder, local_len: int, ranks: int) -> Needs:
-    """Of a rank that holds `local_len` tokens of each sequence and its part of the decoder's weights."""
+    Backward begins with all that was kept and no gradient, and ends the other way round.
+    """
     m, tokens = config.model, config.batch * local_len
     itemsize = 2 if config.precision == "bfloat16" else 4
-    weights = sum(p.numel() for p in decoder.parameters())
+    weights = sum(p.numel() for p in decoder.parameters()) / ranks
     block = sum(p.numel() for p in decoder.blocks[0].parameters())
     whole = 3 * itemsize + 4  # a part's weights and the next one's, whole, its gradient, and that in float32
     logits = m.vocab * min(tokens, config.batch * tokens_at_once(LOGITS, m.vocab, config.batch))
-    return Needs(
-        state=STATE * weights / ranks,
-        gradients=GRADIENT * weights / ranks,
-        block=itemsize * tokens * kept(m, config.strategy.recompute),
-        layers=m.layers,
-        block_at_work=itemsize * at_work(config, tokens) + whole * block,
-        head_at_work=12 * logits + whole * decoder.head.weight.numel(),  # logits, softmax and gradient in float32
-    )
+    block_kept = itemsize * tokens * kept(m, config.strategy.recompute)
+    block_at_work = itemsize * at_work(config, tokens) + whole * block
+    head_at_work = 12 * logits + whole * decoder.head.weight.numel()  # logits, softmax and gradient in float32
+    begins, ends = (STATE - GRADIENT) * weights + m.layers * block_kept, STATE * weights + block_kept
+    return max(begins + max(block_at_work, head_at_work), ends + block_at_work)
 
 
 def kept(m: Model, recompute: str) -> int:

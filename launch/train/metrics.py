@@ -61,11 +61,6 @@ def status(name: str) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def mfu(share: float | None) -> str:
-    """The model flops utilization in words, to follow others; nothing on a CPU."""
-    return "" if share is None else f", MFU {share:.0%}"
-
-
 def echo(text: str, stream: Any = None, end: str = "\n") -> None:
     """Write to stderr, or another stream; if it is closed, drop the text without an error."""
     stream = stream or sys.stderr
@@ -77,21 +72,18 @@ def echo(text: str, stream: Any = None, end: str = "\n") -> None:
 
 
 class Progress:
-    """A line on the terminal that is overwritten; without a terminal, one line every few steps."""
+    """A line on the terminal that is overwritten; without a terminal, at most 50 lines."""
 
-    def __init__(self, steps: int, every: int | None = None, stream: Any = None):
-        self.steps, self.stream = steps, stream or sys.stderr
+    def __init__(self, begun: int, steps: int, stream: Any = None):
+        self.begun, self.steps, self.stream = begun, steps, stream or sys.stderr
         self.live = self.stream.isatty()
-        self.every = every or (1 if self.live else -(-steps // 50))
         self.started = time.monotonic()
-        self.first: int | None = None
 
-    def show(self, step: int, row: dict[str, Any]) -> None:
-        if self.first is None:
-            self.first = step - 1
-        elif step % self.every and step < self.steps:
+    def show(self, row: dict[str, Any]) -> None:
+        step, done = row["step"], row["step"] - self.begun
+        if not self.live and done > 1 and step % -(-self.steps // 50) and step < self.steps:
             return
-        left = (time.monotonic() - self.started) / max(1, step - self.first) * (self.steps - step)
+        left = (time.monotonic() - self.started) / done * (self.steps - step)
         text = (
             f"{step:>{len(str(self.steps))}}/{self.steps}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} "
             f"tokens/s{mfu(row['mfu'])}  {row['memory_mib']:,.0f} MiB  {left:.0f} s left"
@@ -104,22 +96,27 @@ class Progress:
             echo("", self.stream)
 
 
+def mfu(share: float | None) -> str:
+    """The model flops utilization in words, to follow others; nothing on a CPU."""
+    return "" if share is None else f", MFU {share:.0%}"
+
+
 class Log:
-    """metrics.jsonl in the run's folder; only rank 0 makes one."""
+    """metrics.jsonl in the run's folder, which only rank 0 writes."""
 
     def __init__(self, folder: Path):
         with writing(folder / "metrics.jsonl"):
             folder.mkdir(parents=True, exist_ok=True)
             self.file = (folder / "metrics.jsonl").open("a")
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, kind: str, step: int, **figures: Any) -> dict[str, Any]:
+        row = {"kind": kind, "step": step, **figures}
         with writing(self.file.name):
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         if not Path(self.file.name).exists():  # it can still be written to, and is lost
-            raise FileNotFoundError(
-                f"{self.file.name} was deleted or moved while the run wrote to it; nothing is logged"
-            )
+            raise FileNotFoundError(f"{self.file.name} was deleted or moved while the run wrote to it")
+        return row
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # every row is already written
@@ -143,8 +140,8 @@ def forget_after(path: Path, step: int) -> None:
     """
     rows = read(path)
     if rows and step == 0:
-        echo(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {path}.aside")
-        path.replace(f"{path}.aside")
+        echo(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {path}.before")
+        path.replace(f"{path}.before")
     unfinished = path.with_name(f"{path.name}.part")
     with writing(path):
         unfinished.write_text("".join(f"{json.dumps(row)}\n" for row in rows if 0 <= row["step"] <= step))
@@ -162,7 +159,3 @@ def read(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             rows[row["step"], row["kind"]] = row
     return [rows[k] for k in sorted(rows)]
-
-
-def columns(rows: list[dict[str, Any]], *names: str) -> list[list[Any]]:
-    return [[r[n] for r in rows] for n in names]

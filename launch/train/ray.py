@@ -1,4 +1,4 @@
-"""The ranks of a run as Ray's workers: placed on its nodes, started again when one fails, fewer of them if need be.
+"""The ranks of a run as Ray's workers: placed on its nodes, started again when one fails.
 
 Ray only starts things. Weights and the place in the data come back from the run's own checkpoints, which lie on storage
 that all nodes see. The driver serves the store where the ranks of each attempt meet; by it the ranks tell a problem and
@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import os
 import secrets
 import signal
@@ -23,26 +22,27 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringattn.conf.schema import Cluster, Strategy, Train
+from ringattn.conf.schema import Cluster, Train
 from ringattn.launch import processes
 from ringattn.launch.train import torchrun
+from ringattn.launch.train.configured import new_folder, resolved
 
 # What of the driver's environment is passed on to every rank, by how its name begins.
 PASSED_ON = ("GLOO_", "JAX_", "NCCL_", "OMP_", "PYTHONPATH", "TORCH_", "XLA_")
 
 
-def fit(config: Train, work: Callable[..., Any], choose_folder: Callable[[Train], Path]) -> tuple[dict[str, Any], Path]:
+def fit(config: Train, work: Callable[..., Any]) -> tuple[dict[str, Any], Path]:
     """Run `work` on Ray's workers until it ends; returns the summary of rank 0, and the run's folder."""
     ray = connect(config)
     try:
-        config, gpus = sized(config, ray.cluster_resources())
-        folder, host = choose_folder(config).absolute(), ray.util.get_node_ip_address()
-        listens = torchrun.listener(host)  # on the loopback where that is what Ray uses
-        meeting = host, listens.getsockname()[1]
-        store = torchrun.store(*meeting, timedelta(seconds=config.cluster.timeout), listens)
+        config = sized(config, ray.cluster_resources())
+        folder, host = new_folder(config).absolute(), ray.util.get_node_ip_address()
+        listening = listener(host)
+        meeting = host, listening.getsockname()[1]
+        store = store_at(*meeting, timedelta(seconds=config.cluster.timeout), listening)
         task = {"config": config, "work": work, "folder": str(folder), "started": time.time(), "meeting": meeting}
         with stopping(lambda: store.set("stopping", "")):
-            failure = attempt(task, gpus)
+            failure = attempts(task)
         if store.check(["problem"]):
             raise ValueError(store.get("problem").decode())
         if not store.check(["summary"]):
@@ -65,13 +65,13 @@ def connect(config: Train) -> Any:
     try:
         import ray
 
-        reach(address)
+        host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+        if colon and port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         ray.init(**where, runtime_env={"env_vars": passed}, logging_level=logging.WARNING)
-    except ImportError:
-        raise ValueError("Ray is not installed; pip install 'ringattn[ray]', or use cluster=local") from None
     except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"cluster.address={address}: {first_line(error)}; is the cluster up (ray start --head), and is the token "
+            f"cluster.address={address}: {described(error)}; is the cluster up (ray start --head), and is the token "
             "in RAY_AUTH_TOKEN or ~/.ray/auth_token the cluster's?"
         ) from None
     return ray
@@ -93,109 +93,72 @@ def keep_token_private() -> None:
     path.chmod(0o600)
 
 
-def reach(address: str | None) -> None:
-    """An OSError where nothing answers at HOST:PORT: Ray itself would try for minutes."""
-    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-
-
-def sized(config: Train, cluster: dict[str, float]) -> tuple[Train, bool]:
+def sized(config: Train, cluster: dict[str, float]) -> Train:
     """How many ranks, on what, from what the cluster has; with paths that hold on every node."""
     gpus = int(cluster.get("GPU", 0))
     device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
     ranks = config.nproc or (gpus if device == "cuda" else 2)
     have, kind = (gpus, "GPU") if device == "cuda" else (int(cluster.get("CPU", 0)), "CPU")
-    if have < (config.cluster.at_least or ranks):
+    if have < ranks:
         raise ValueError(f"nproc={ranks} ranks need a {kind} each, and Ray has {have}; use nproc={have}, or add nodes")
-    if config.cluster.at_least is not None:
-        check_elastic(config.strategy)
-    path, resume = config.data.path, config.resume
-    data = dataclasses.replace(config.data, path=str(Path(path).expanduser().absolute())) if path != "stdlib" else None
-    resume = resume if resume in (None, "auto") else str(Path(resume).absolute())
-    config = dataclasses.replace(config, nproc=ranks, device=device, data=data or config.data, resume=resume)
-    return config, device == "cuda"
+    data, resume = config.data, config.resume
+    if data.path != "stdlib":
+        data = dataclasses.replace(data, path=str(Path(data.path).expanduser().absolute()))
+    if resume not in (None, "auto"):
+        resume = str(Path(resume).absolute())
+    return dataclasses.replace(config, nproc=ranks, device=device, data=data, resume=resume)
 
 
-def check_elastic(s: Strategy) -> None:
-    """Refuse what fits some numbers of ranks only, before a node is lost."""
-    if s.keys == "ulysses" or s.ring is not None or s.data > 1:
-        raise ValueError(
-            f"cluster.at_least needs a strategy for any number of ranks, and strategy.keys={s.keys} ring={s.ring} "
-            f"data={s.data} are not: use strategy=ring without strategy.ring, and accumulate={s.data} for strategy.data"
-        )
-
-
-def fitted(config: Train, ranks: int) -> Train:
-    """An elastic run on as many ranks as there are now: the largest part of its Ulysses size that divides them."""
-    if config.cluster.at_least is None:
-        return config
-    s = config.strategy
-    return dataclasses.replace(config, strategy=dataclasses.replace(s, ulysses=math.gcd(s.ulysses or ranks, ranks)))
-
-
-def attempt(task: dict[str, Any], gpus: bool) -> processes.RankError | None:
+def attempts(task: dict[str, Any]) -> processes.RankError | None:
     """Train with as many attempts as failures are allowed; why the last one failed."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-    from ray.train.torch import TorchTrainer
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
     class Trainer(TorchTrainer):
         def _register_sigint_handler(self, controller: Any) -> None:
             """Ctrl-C stays with `stopping`: Ray's own handler would end the ranks before they save."""
 
+    class Backend(_TorchBackend):
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
+            """The variables of torchrun, and no process group: a rank joins its own at the driver's store."""
+            worker_group.execute(_set_torch_distributed_env_vars)
+
+    class Joining(TorchConfig):
+        backend_cls = Backend
+
     config, folder = task["config"], Path(task["folder"])
-    c = config.cluster
     workers = ScalingConfig(
-        num_workers=config.nproc if c.at_least is None else (c.at_least, config.nproc), use_gpu=gpus,
-        placement_strategy=c.placement, elastic_resize_monitor_interval_s=c.resize_every,
-    )  # fmt: skip
-    failures = FailureConfig(max_failures=c.failures)
+        num_workers=config.nproc, use_gpu=config.device == "cuda", placement_strategy=config.cluster.placement
+    )
+    failures = FailureConfig(max_failures=config.cluster.failures)
     run = RunConfig(name=folder.name, storage_path=str(folder.parent / ".ray"), failure_config=failures)
     try:
-        Trainer(one_rank, train_loop_config=task, torch_config=joining(), scaling_config=workers, run_config=run).fit()
+        Trainer(one_rank, train_loop_config=task, torch_config=Joining(), scaling_config=workers, run_config=run).fit()
     except TrainingFailedError as error:
         of_rank = getattr(error, "worker_failures", {})
         named = {rank: processes.RankError(rank, described(e)) for rank, e in of_rank.items()}
-        return processes.root_cause(named) if named else processes.RankError(0, first_line(error))
+        return processes.root_cause(named) if named else processes.RankError(0, described(error))
     return None
-
-
-def joining() -> Any:
-    """What Ray does before a worker's run: the variables of torchrun; all GPUs of a node are seen by its ranks."""
-    from ray.train.torch import config
-
-    class Backend(config._TorchBackend):
-        def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            worker_group.execute(config._set_torch_distributed_env_vars)
-
-    class Joining(config.TorchConfig):
-        @property
-        def backend_cls(self) -> type:
-            return Backend
-
-    return Joining()
 
 
 def one_rank(task: dict[str, Any]) -> None:
     """One worker's whole run. A problem that only the user can fix goes to the driver, and no attempt follows."""
     from ray.train.collective import broadcast_from_rank_zero
 
-    from ringattn.launch.train.configured import resolved
-
     patience, ranks = timedelta(seconds=task["config"].cluster.timeout), int(os.environ["WORLD_SIZE"])
-    host, port = task["meeting"]
-    store = torchrun.store(host, port, patience)
+    store = store_at(*task["meeting"], patience)
     if store.check(["problem"]):
         return
     attempt = dist.PrefixStore(broadcast_from_rank_zero(secrets.token_hex(8)), store)
     kind = torchrun.backend(task["config"].device)
     dist.init_process_group(kind, store=attempt, rank=torchrun.rank(), world_size=ranks, timeout=patience)
+
+    def should_stop() -> bool:
+        return dist.get_rank() == 0 and store.check(["stopping"])
+
     try:
-        config = resolved(fitted(task["config"], ranks), ranks)
-
-        def should_stop() -> bool:
-            return dist.get_rank() == 0 and store.check(["stopping"])
-
+        config = resolved(task["config"], ranks)
         summary = task["work"](config, task["folder"], task["started"], should_stop=should_stop)
     except Exception as error:
         ended = not dist.is_initialized()  # by Ray, in another thread: a peer died, and this error only follows from it
@@ -226,24 +189,36 @@ def stopping(ask: Callable[[], Any]) -> Iterator[None]:
             signal.signal(s, handler)
 
 
+def on_loopback(host: str) -> bool:
+    """Whether this address is reachable only from this machine."""
+    return host == "localhost" or host.strip("[]") == "::1" or host.startswith("127.")
+
+
+def listener(host: str) -> socket.socket:
+    """A socket that listens at a free port: on the loopback where that is the host, else on all interfaces."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host if on_loopback(host) else "", 0), family=family)
+
+
+def store_at(host: str, port: int, timeout: timedelta, served: socket.socket | None = None) -> Any:
+    """The meeting place's store. Who is given a socket serves it there; torch alone takes all interfaces."""
+    descriptor = None if served is None else served.detach()
+    return dist.TCPStore(
+        host, port, None, descriptor is not None, timeout, wait_for_workers=False, master_listen_fd=descriptor
+    )
+
+
 def described(error: BaseException) -> str:
     """An error of a rank in one line; Ray wraps some, and adds a traceback."""
     error = getattr(error, "_base_exc", error)
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"
 
 
 def jax_run(
-    function: Callable[..., Any],
-    ranks: int,
-    *args: Any,
-    address: str | None = None,
-    resources: dict[str, float] | None = None,
-    patience: float = 300.0,
-) -> list[Any]:
+    function: Callable[..., Any], ranks: int, *args: Any, address: str | None = None,
+    resources: dict[str, float] | None = None, patience: float = 300.0,
+) -> list[Any]:  # fmt: skip
     """`function(*args)` on every process of one JAX program, which Ray's nodes run; their results in order.
 
     Each process has the devices that jax finds with its resources ({"CPU": 1} by default; {"GPU": 8}, {"TPU": 4}).
@@ -251,27 +226,26 @@ def jax_run(
     """
     ray = connect(Train(nproc=ranks, cluster=Cluster(kind="ray", address=address)))
     wanted = {"CPU": 1.0, **(resources or {})}
-    each = ", ".join(f"{name}={count:g}" for name, count in wanted.items())
     cpus, gpus = wanted.pop("CPU"), wanted.pop("GPU", 0)
     kind = ray.remote(num_cpus=cpus, num_gpus=gpus, resources=wanted)(JaxProcess)
-    processes_ = [kind.remote() for _ in range(ranks)]
+    actors = [kind.remote() for _ in range(ranks)]
     try:
-        meeting = ray.get(processes_[0].address.remote(), timeout=patience)
-        waiting = {p.run.remote(meeting, r, ranks, patience, function, args): r for r, p in enumerate(processes_)}
+        meeting = ray.get(actors[0].address.remote(), timeout=patience)
+        running = {a.run.remote(meeting, rank, ranks, patience, function, args): rank for rank, a in enumerate(actors)}
         results: dict[int, Any] = {}
         while len(results) < ranks:
-            for done in ray.wait([ref for ref, rank in waiting.items() if rank not in results])[0]:
+            for done in ray.wait([ref for ref, rank in running.items() if rank not in results])[0]:
                 try:
-                    results[waiting[done]] = ray.get(done)
+                    results[running[done]] = ray.get(done)
                 except Exception as error:
                     cause = getattr(error, "cause", None) or error
-                    raise processes.RankError(waiting[done], described(cause), str(error)) from None
+                    raise processes.RankError(running[done], described(cause), str(error)) from None
         return [results[rank] for rank in range(ranks)]
     except ray.exceptions.GetTimeoutError:
-        raise processes.RankError(0, f"{ranks} processes with {each} each did not start in time") from None
+        raise processes.RankError(0, f"{ranks} processes did not start in time; has Ray room for them?") from None
     finally:
-        for process in processes_:
-            ray.kill(process)
+        for actor in actors:
+            ray.kill(actor)
         ray.shutdown()
 
 
@@ -283,13 +257,13 @@ class JaxProcess:
         import ray
 
         host = ray.util.get_node_ip_address()
-        with torchrun.listener(host) as s:
+        with listener(host) as s:
             return f"{host}:{s.getsockname()[1]}"
 
     def run(self, meeting: str, rank: int, ranks: int, patience: float, function: Callable[..., Any], args: Any) -> Any:
         import jax
 
-        bound = meeting if torchrun.on_loopback(meeting.rpartition(":")[0]) else None
+        bound = meeting if on_loopback(meeting.rpartition(":")[0]) else None
         jax.distributed.initialize(
             meeting, ranks, rank, initialization_timeout=int(patience), coordinator_bind_address=bound
         )

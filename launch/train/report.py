@@ -8,7 +8,7 @@ import numpy as np
 
 from ringattn.conf.schema import Train
 from ringattn.launch.train import metrics
-from ringattn.launch.train.metrics import columns, echo, writing
+from ringattn.launch.train.metrics import echo, writing
 
 Rows = list[dict[str, Any]]
 
@@ -19,8 +19,7 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     if summary["stopped"]:
         return echo(f"stopped after step {step} of {config.steps}, saved; {again(config, folder)}", sys.stdout)
     rows = {name: metrics.read(path / "metrics.jsonl") for name, path in runs.items()}
-    steps = {name: [r for r in of if r["kind"] == "step" and r["step"] <= step] for name, of in rows.items()}
-    main, *others = steps.values()
+    main, *others = ([r for r in each if r["kind"] == "step" and r["step"] <= step] for each in rows.values())
     if "first_step" not in summary or not main:
         return echo(f"nothing to train: already at step {step} of {config.steps}; give steps=N to go on", sys.stdout)
     speed = np.median([row["tokens_per_second"] for row in main])
@@ -36,28 +35,12 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
         gap = max(abs(a["loss"] - b["loss"]) for a, b in zip(main, other, strict=True))
         lines.append(f"on one rank the loss is the same to {gap:.1e} at every step")
     lines.append(f"written to {folder}{picture(folder, rows) if config.picture else ''}")
-    if not checkpoints_of(folder):
-        lines.append("no weights were kept; save_every=N saves them every N steps and at the end")
     echo("\n".join(lines), sys.stdout)
 
 
 def again(config: Train, folder: Path) -> str:
     """How to go on with a run: the words about model and data must be given again."""
-    where = f"folder={config.folder} " * (config.folder != Train().folder)
-    return f"go on with the same words and {where}run={folder.name} resume=auto"
-
-
-def checkpoints_of(folder: Path) -> list[Path]:
-    """A run's complete checkpoints."""
-    if not (folder / "checkpoints").is_dir():
-        return []
-    from ringattn.launch.train.checkpoint import complete
-
-    return complete(folder / "checkpoints")
-
-
-def plural(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks > 1)}"
+    return f"go on with the same words and folder={config.folder} run={folder.name} resume=auto"
 
 
 def picture(folder: Path, runs: dict[str, Rows]) -> str:
@@ -77,20 +60,21 @@ def figure_of(runs: dict[str, Rows]) -> Any:
     """The picture's panels: loss over steps, and where it was measured memory over lengths."""
     from ringattn.launch.commands.plot import RANKS, panels
 
-    kinds = {kind: {name: [r for r in rows if r["kind"] == kind] for name, rows in runs.items()}
-             for kind in ("step", "memory")}  # fmt: skip
-    count = 1 + any(kinds["memory"].values())
+    count = 1 + any(row["kind"] == "memory" for rows in runs.values() for row in rows)
     figure, (axes,) = panels(1, count, 4.5 * count, 3.4, wspace=0.25)
-    for i, (name, rows) in enumerate(kinds["step"].items()):
+    for i, (name, rows) in enumerate(runs.items()):
         style = {"linewidth": 4, "alpha": 0.4} if i else {"zorder": 3}
-        axes[0].plot(*columns(rows, "step", "loss"), color=RANKS[i % len(RANKS)], label=name, **style)
+        for panel, kind, x, y, more in (
+            (axes[0], "step", "step", "loss", style),
+            (axes[-1], "memory", "seq_len", "memory_mib", {"marker": "o"}),
+        ):
+            points = [(row[x], row[y]) for row in rows if row["kind"] == kind]
+            if points:
+                panel.plot(*zip(*points, strict=True), color=RANKS[i % len(RANKS)], label=name, **more)
     axes[0].set(xlabel="step", ylabel="loss (nats a token)", title="loss")
     axes[0].locator_params("x", integer=True)
     axes[0].legend(loc="upper right")
     for right in axes[1:]:
-        for color, (name, rows) in zip(RANKS, kinds["memory"].items(), strict=False):
-            if rows:
-                right.plot(*columns(rows, "seq_len", "memory_mib"), color=color, marker="o", label=name)
         right.set(title="memory that one pass adds", xlabel="sequence length", ylim=(0, None))
         right.set_ylabel("MiB a rank, beside what it held before")
         if len(right.lines) > 1:

@@ -4,7 +4,6 @@ This file starts the ranks and sums up; each of them runs trainer.work. Into fol
 metrics.jsonl, checkpoints/ and picture.svg.
 """
 
-import dataclasses
 import os
 import sys
 import time
@@ -14,11 +13,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ringattn.comms import lost, messages
-from ringattn.conf.schema import Strategy, Train
+from ringattn.conf.schema import Train
 from ringattn.launch import processes
 from ringattn.launch.train import configured, data, torchrun
+from ringattn.launch.train.configured import new_folder, on_one_rank, plural, resolved
 from ringattn.launch.train.metrics import echo
-from ringattn.launch.train.report import again, checkpoints_of, finish, plural
+from ringattn.launch.train.report import again, finish
 
 
 def main(words: list[str] | None = None) -> int:
@@ -26,11 +26,7 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if torchrun.started():
         torchrun.end_on_signals()
-
-    def task(config: Train) -> int | None:
-        return under_torchrun(config) if torchrun.started() else here(config)
-
-    status = configured.run(words, task)
+    status = configured.run(words, under_torchrun if torchrun.started() else here)
     if status is None:
         sys.stdout.flush()
         os._exit(0)  # an ordinary end would wait for the fork server's imports; it ends by itself
@@ -45,10 +41,7 @@ def work(*arguments: Any, **more: Any) -> dict[str, Any]:
 
 
 def here(config: Train) -> int | None:
-    """Start the ranks, and beside them, for the picture, one rank with the same seed.
-
-    Returns the exit status, or None if a signal stopped it.
-    """
+    """Start the ranks; the exit status, or None if a signal stopped them."""
     folder: Path | None = None
     try:
         if config.cluster.kind == "torchrun":
@@ -56,36 +49,29 @@ def here(config: Train) -> int | None:
         if config.cluster.kind == "ray" and not config.dry_run:
             from ringattn.launch.train import ray
 
-            summary, folder = ray.fit(config, work, new_folder)
+            summary, folder = ray.fit(config, work)
             finish(config, folder, {"Ray": folder}, summary)
             return None if summary["stopped"] else 0
-        config = configured.resolved(config, None)
-        ranks = config.nproc or 1
+        config = resolved(config, None)
         folder = new_folder(config)
         check(config)
         if config.dry_run:
             return foresee(config)
         announce(config, folder)
-        summary = trained(config, folder)
-        beside, stopped = {plural(ranks): folder}, summary["stopped"]
-        if config.reference and ranks > 1 and not stopped and config.resume is None:
-            reference = compared(config, folder / "one-rank")
-            beside, stopped = beside | reference, not reference
-        finish(config, folder, beside, summary)
-        return None if stopped else 0
+        return trained_and_compared(config, folder)
     except torchrun.Stopped:
         echo("stopped before the first step; there is nothing to save", sys.stdout)
         return None
-    except (processes.RankError, *processes.BAD) as error:
+    except (processes.RankError, ModuleNotFoundError, *processes.BAD) as error:
         status = processes.status(error)
         echo(f"ringattn train: {processes.sentence(error) or error}")
-        if status == processes.FAILED and folder is not None and checkpoints_of(folder):
+        if status == processes.FAILED and folder is not None and (folder / "checkpoints").exists():
             echo(again(config, folder))
         return status
 
 
 def check(config: Train) -> None:
-    """Check what can be checked without ranks: the data and the checkpoint."""
+    """Check what can be checked without ranks: the data, and the checkpoint."""
     data.of(config)
     if config.resume not in (None, "auto"):
         from ringattn.launch.train.checkpoint import read_state
@@ -110,36 +96,40 @@ def announce(config: Train, folder: Path) -> None:
 
 def trained(config: Train, folder: Path) -> dict[str, Any]:
     """The figures of rank 0, of ranks that are started here."""
-    limit = config.cluster.timeout
-    began = time.time()
-    return torchrun.local(work, config.nproc or 1, config.device, config, str(folder), began, patience=limit)[0]
+    limit, now = config.cluster.timeout, time.time()
+    return torchrun.local(work, config.nproc or 1, config.device, config, str(folder), now, patience=limit)[0]
 
 
-def compared(config: Train, folder: Path) -> dict[str, Path]:
-    """The same training on one rank, by its name; nothing if it was stopped, which is reported."""
-    echo("the same on one rank:")
-    try:
-        summary = trained(on_one_rank(config), folder)
-    except torchrun.Stopped:
-        summary = {"stopped": True, "step": 0}
-    if summary["stopped"]:
-        echo(f"the comparison was stopped after step {summary['step']}", sys.stdout)
-        return {}
-    return {"1 rank": folder}
+def trained_and_compared(config: Train, folder: Path) -> int | None:
+    """Train, and then, for the picture, the same with the same seed on one rank; None if a signal stopped either."""
+    ranks = config.nproc or 1
+    summary = trained(config, folder)
+    runs, stopped = {plural(ranks): folder}, summary["stopped"]
+    if config.reference and ranks > 1 and not stopped and config.resume is None:
+        echo("the same on one rank:")
+        try:
+            stopped = trained(on_one_rank(config), folder / "one-rank")["stopped"]
+        except torchrun.Stopped:
+            stopped = True
+        if stopped:
+            echo("the comparison was stopped", sys.stdout)
+        else:
+            runs["1 rank"] = folder / "one-rank"
+    finish(config, folder, runs, summary)
+    return None if stopped else 0
 
 
 def under_torchrun(config: Train) -> int:
     """One rank among those that torchrun started; the first rank that fails tells torchrun why, the others a line."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    rank = torchrun.rank()
+    rank, began = torchrun.rank(), time.time()
     try:
-        began = time.time()
-        config = configured.resolved(config, int(os.environ["WORLD_SIZE"]))
+        config = resolved(config, int(os.environ["WORLD_SIZE"]))
         if config.dry_run:
             return foresee(config) if rank == 0 else 0
         torchrun.join(config.device, config.cluster.timeout)
-        folder = shared(config)
+        folder = shared_folder(config)
         if rank == 0:
             announce(config, folder)
         summary = record(work)(config, str(folder), began)
@@ -158,40 +148,14 @@ def under_torchrun(config: Train) -> int:
     return 0
 
 
-def on_one_rank(config: Train) -> Train:
-    """The same training, the same batches, on one rank; no checkpoint is made, also when it is stopped."""
-    strategy = Strategy(ring=1, kernel=config.strategy.kernel, recompute=config.strategy.recompute)
-    batch = config.batch * config.strategy.data
-    return dataclasses.replace(config, strategy=strategy, nproc=1, batch=batch, save_every=0, keep=0)
-
-
-def new_folder(config: Train) -> Path:
-    """The folder of this run: that of its name, or a new one named after the time; never another run's."""
-    name = config.run or torchrun.run_name()
-    if name is None and config.resume == "auto":
-        raise ValueError("resume=auto goes on with a run by its name, and none was given; use run=NAME")
-    name = name or time.strftime("%Y%m%d-%H%M%S")
-    folder, again = Path(config.folder) / name, 1
-    while config.run is None and not torchrun.started() and folder.exists():
-        folder, again = Path(config.folder) / f"{name}-{again}", again + 1
-    log = folder / "metrics.jsonl"
-    taken = (log.is_file() and log.stat().st_size) or checkpoints_of(folder)
-    if taken and config.resume != "auto" and torchrun.attempt() == 0:
-        raise ValueError(f"{folder} holds a run; use resume=auto to go on, or another run=NAME")
-    return folder
-
-
-def shared(config: Train) -> Path:
-    """Rank 0's choice of folder on every rank. What it refuses, later attempts refuse too."""
+def shared_folder(config: Train) -> Path:
+    """Rank 0's choice of folder on every rank, or its refusal."""
     folder = problem = ""
     if dist.get_rank() == 0:
-        notes = torchrun.notes()
         try:
-            problem = notes.get("refused").decode() if notes.check(["refused"]) else ""
             folder = str(new_folder(config))
         except ValueError as error:
             problem = str(error)
-            notes.set("refused", problem)
     with lost.missing_named("before the training"):
         folder, problem = messages.gather([folder, problem])[0]
     if problem:

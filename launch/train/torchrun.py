@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -64,54 +63,20 @@ def run_name() -> str | None:
     return f"torchrun-{os.getppid()}" if name == "none" else name
 
 
-def join(device: str, timeout: float) -> torch.device:
-    """Join the process group that the environment describes, with words of this attempt only; this rank's device."""
-    where = torch.device(device)
-    if device == "cuda":
-        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(where)
-    try:
-        store, number, ranks = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise OSError(f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this machine; take another") from None
+def join(device: str, timeout: float) -> None:
+    """Join the process group that the environment describes, with this rank's device as the current one.
+
+    Each attempt has its own words in torchrun's store, which has those of the attempts before.
+    """
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    patience = timedelta(seconds=timeout)
+    store, number, ranks = next(iter(dist.rendezvous("env://", timeout=patience)))
+    store = dist.PrefixStore(f"attempt_{attempt()}", store)
     dist.init_process_group(
-        backend(device),
-        store=dist.PrefixStore(f"attempt_{attempt()}", store),
-        rank=number,
-        world_size=ranks,
-        timeout=timedelta(seconds=timeout),
-        device_id=where if device == "cuda" else None,
+        backend(device), store=store, rank=number, world_size=ranks, timeout=patience, device_id=gpu
     )
-    return where
-
-
-def on_loopback(host: str) -> bool:
-    """Whether this address is reachable only from this machine."""
-    return host == "localhost" or host.strip("[]") == "::1" or host.startswith("127.")
-
-
-def listener(host: str) -> socket.socket:
-    """A socket that listens at a free port: on the loopback where that is the host, else on all interfaces."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host if on_loopback(host) else "", 0), family=family)
-
-
-def store(host: str, port: int, timeout: timedelta, listens: socket.socket | None = None) -> Any:
-    """The meeting place's store. Who is given a socket serves it there; torch alone takes all interfaces."""
-    descriptor = None if listens is None else listens.detach()
-    return dist.TCPStore(
-        host, port, None, descriptor is not None, timeout, wait_for_workers=False, master_listen_fd=descriptor
-    )
-
-
-def notes() -> Any:
-    """The meeting place's store as all attempts see it."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def backend(device: str) -> str:
@@ -134,10 +99,6 @@ def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, pat
         return processes.run(function, ranks, *args, backend=backend(device), timeout=None, collective_timeout=patience)
 
 
-class Stopped(Exception):
-    """A signal came before there was a rank to stop."""
-
-
 def serve(context: Any) -> None:
     """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM until Stop handles it."""
     with processes.blocked(signal.SIGTERM, *processes.TERMINALS):
@@ -145,6 +106,10 @@ def serve(context: Any) -> None:
     first = context.Process(target=os.getpid)
     first.start()
     first.join()
+
+
+class Stopped(Exception):
+    """A signal came before there was a rank to stop."""
 
 
 @contextlib.contextmanager
@@ -159,9 +124,7 @@ def passed_on(*signals: signal.Signals) -> Iterator[threading.Event]:
         if not ranks.is_set():
             raise Stopped
         for child in multiprocessing.active_children():
-            if child.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid, signal.SIGTERM)
+            child.terminate()
         signal.setitimer(signal.ITIMER_REAL, 0.5)  # and again: a rank may have been starting just then
 
     before = {s: signal.signal(s, forward) for s in (*processes.heard(*signals), signal.SIGALRM)}
@@ -173,20 +136,15 @@ def passed_on(*signals: signal.Signals) -> Iterator[threading.Event]:
             signal.signal(s, handler)
 
 
-def words_group(seconds: float) -> Any:
-    """A group of all ranks for small things on the host, apart from the training's own exchanges."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-
-
 class Stop:
     """A SIGTERM to any rank, or `other` returning True, ends the run after the current step, on all ranks alike.
 
-    So do the signals of a terminal, unless they are ignored: torchrun and Slurm pass them on.
+    So do the signals of a terminal, unless they are ignored: torchrun and Slurm pass them on. `group` is for small
+    things on the host, apart from the training's own exchanges.
     """
 
-    def __init__(self, patience: float, other: Callable[[], bool] | None = None) -> None:
-        self.signalled, self.other = False, other
-        self.group = words_group(patience)
+    def __init__(self, group: Any, other: Callable[[], bool] | None = None) -> None:
+        self.signalled, self.group, self.other = False, group, other
         if threading.current_thread() is threading.main_thread():  # no other thread may handle signals
             for number in (signal.SIGTERM, *processes.heard(*processes.TERMINALS)):
                 signal.signal(number, self.on_signal)

@@ -65,26 +65,33 @@ def work(
 
     `started_at` is when it began, for its summary; `should_stop`: another way to stop, beside SIGTERM.
     """
-    stop = Stop(config.cluster.timeout, should_stop)
+    patience = timedelta(seconds=config.cluster.timeout)
+    stop = Stop(dist.new_group(backend="gloo", timeout=patience), should_stop)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // torchrun.neighbours()) if device.type == "cpu" else 1)
     with lost.missing_named("preparing the training"):
         job = prepare(config, Path(folder), device, started_at)
     rank0 = dist.get_rank() == 0
     with contextlib.closing(save_config(job)) if rank0 else contextlib.nullcontext():
-        stopped = train(job, stop)
+        try:
+            stopped = train(job, stop, Checkpoints(job.folder, config.keep, dist.new_group(None, patience, "gloo")))
+        except (RuntimeError, ConnectionError) as error:
+            named = in_words(error, job.step)
+            if named is None:
+                raise
+            raise named from None
     return {"stopped": stopped, "step": job.step, **job.seconds}
 
 
-def train(job: Job, stop: Stop) -> bool:
+def train(job: Job, stop: Stop, checkpoints: Checkpoints) -> bool:
     """Train to the end of the run, or until a rank gets a request to stop; returns whether one did."""
-    config, rank0 = job.config, dist.get_rank() == 0
-    checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
+    config, log = job.config, None
     resume(job, checkpoints)
-    if rank0 and job.step < config.steps:
-        metrics.forget_after(job.folder / "metrics.jsonl", job.step)
-    log = metrics.Log(job.folder) if rank0 else None
-    try:
+    if dist.get_rank() == 0:
+        if job.step < config.steps:
+            metrics.forget_after(job.folder / "metrics.jsonl", job.step)
+        log = metrics.Log(job.folder)
+    with contextlib.closing(log) if log else contextlib.nullcontext():
         begun = job.step
         stopped = loop(job, checkpoints, log, stop)
         checkpoints.finish()
@@ -92,14 +99,6 @@ def train(job: Job, stop: Stop) -> bool:
             evaluate(job, log)
             if config.reference and job.step > begun:
                 probe_memory(job, log)
-    except (RuntimeError, ConnectionError) as error:
-        named = in_words(error, job.step)
-        if named is None:
-            raise
-        raise named from None
-    finally:
-        if log:
-            log.close()
     return stopped
 
 
@@ -135,11 +134,11 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
 
 def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop) -> bool:
     """Steps until the last one, or until a rank gets a request to stop; returns whether one did."""
-    config, memory = job.config, metrics.Memory(job.device)
+    config, memory, stopping = job.config, metrics.Memory(job.device), False
     peak, ranks = metrics.peak_flops(job.device), dist.get_world_size()
-    progress = metrics.Progress(config.steps, config.log_every) if log else None
+    progress = metrics.Progress(job.step, config.steps) if log else None
     memory.reset()
-    while job.step < config.steps:
+    while job.step < config.steps and not stopping:
         begin = time.perf_counter()
         loss, norm = train_step(job)
         job.step += 1
@@ -150,32 +149,24 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop
                 checkpoints.copy(job.decoder, job.optimizer)  # only so that no step waits for the memory
         if not math.isfinite(loss):
             raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
-        if log and progress and (job.step % (config.log_every or 1) == 0 or job.step == config.steps):
-            row = {
-                "kind": "step", "step": job.step, "loss": loss, "norm": norm,
-                "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,
-                "tokens_per_second": job.a_step * config.seq_len / seconds,
-                "mfu": estimate.step_flops(job, job.step - 1) / seconds / peak / ranks if peak else None,
-                "memory_mib": memory.peak() / MIB,
-            }  # fmt: skip
-            log.write(row)
-            progress.show(job.step, row)
+        if log and progress:
+            row = log.write(
+                "step", job.step, loss=loss, norm=norm, lr=job.optimizer.param_groups[0]["lr"], seconds=seconds,
+                tokens_per_second=job.a_step * config.seq_len / seconds,
+                mfu=estimate.step_flops(job, job.step - 1) / seconds / peak / ranks if peak else None,
+                memory_mib=memory.peak() / MIB,
+            )  # fmt: skip
+            progress.show(row)
         checkpoints.finish(wait=False)
         stopping = stop.agreed()
-        if config.keep and (stopping or due(config, job.step)):
+        due = config.save_every and (job.step % config.save_every == 0 or job.step == config.steps)
+        if config.keep and (stopping or due):
             save(job, checkpoints, log)
-        if stopping:
-            break
-        if config.eval_every and job.step % config.eval_every == 0 and job.step < config.steps:
+        if config.eval_every and job.step % config.eval_every == 0 and job.step < config.steps and not stopping:
             evaluate(job, log)
     if progress:
         progress.close()
     return job.step < config.steps
-
-
-def due(config: Train, step: int) -> bool:
-    """Whether a checkpoint is saved after this step: every `save_every` steps, and after the last one."""
-    return bool(config.save_every) and (step % config.save_every == 0 or step == config.steps)
 
 
 def train_step(job: Job) -> tuple[float, float]:
@@ -248,7 +239,7 @@ def evaluate(job: Job, log: metrics.Log | None) -> None:
     losses = [float(batch_loss(job, [job.samples.evaluation(i)])) for i in range(job.samples.kept)]
     job.seconds["held_out"] = sum(losses) / len(losses)
     if log:
-        log.write({"kind": "eval", "step": job.step, "loss": job.seconds["held_out"]})
+        log.write("eval", job.step, loss=job.seconds["held_out"])
 
 
 def probe_memory(job: Job, log: metrics.Log | None) -> None:
@@ -256,17 +247,15 @@ def probe_memory(job: Job, log: metrics.Log | None) -> None:
 
     After the last step, so that the first one does not wait, and what is allocated only once is not counted.
     """
-    memory = metrics.Memory(job.device)
-    whole = job.plan
+    memory, whole = metrics.Memory(job.device), job.plan
     for divisor in (8, 4, 2, 1):
         length = max(1, job.config.seq_len // divisor)
         job.plan = whole.for_length(length)
         memory.reset()
         batch_loss(job, [job.samples.train(0)]).backward()
         job.optimizer.zero_grad()
-        grown = memory.grown() / MIB
         if log:
-            log.write({"kind": "memory", "step": -divisor, "seq_len": length, "memory_mib": grown})
+            log.write("memory", -divisor, seq_len=length, memory_mib=memory.grown() / MIB)
     job.plan = whole
 
 
@@ -276,15 +265,14 @@ def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
     state = {**about(job.config, job.samples.corpus), "steps": job.config.steps}
     checkpoints.save(job.step, job.decoder, job.optimizer, state)
     if log:
-        log.write({"kind": "save", "step": job.step, "seconds": time.perf_counter() - begin})
+        log.write("save", job.step, seconds=time.perf_counter() - begin)
 
 
 def resume(job: Job, checkpoints: Checkpoints) -> None:
     """Go on where a checkpoint ended: the run's own newest, or where it has none, the one that was named."""
     named, steps = job.config.resume, job.config.steps
-    path = newest(
-        numbered(checkpoints.folder) or ([Path(named)] if named not in (None, "auto") else []), checkpoints.group
-    )
+    there = numbered(checkpoints.folder) or ([Path(named)] if named not in (None, "auto") else [])
+    path = newest(there, checkpoints.group)
     if path is None:
         return
     state = load(path, job.decoder, job.optimizer, about(job.config, job.samples.corpus))
@@ -306,12 +294,11 @@ def save_config(job: Job) -> TextIO:
         "plan": str(job.plan),
         "ranks": dist.get_world_size(),
         "python": platform.python_version(),
+        "launcher": torchrun.run_name(),
         **bench.stamp(),
     }
     with metrics.writing(job.folder / "config.json"):
         job.folder.mkdir(parents=True, exist_ok=True)
-        if job.config.save_every:  # an error now, not when the first of them is due
-            (job.folder / "checkpoints").mkdir(exist_ok=True)
         file = (job.folder / "config.json").open("a")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
