@@ -87,33 +87,20 @@ def one_item(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
     yield function(*args)
 
 
-def each(function: Callable[..., Iterator[Any]], ranks: int, *args: Any, **options: Any) -> Iterator[list[Any]]:
-    """What `function(*args)` yields on the ranks of a new process group: all ranks' first items, their second, ...
-
-    A list comes as soon as every rank has yielded its item. The function must be importable (no lambda). Options are
-    those of `group`. One whose processes could not connect, as happens on a busy machine, is started once more.
-    """
-    if not 1 <= ranks <= RANKS_LIMIT:
-        raise ValueError(f"{ranks} ranks, each a process here: on this machine there can be 1 to {RANKS_LIMIT}")
-    try:
-        yield from group(function, ranks, args, **options)
-    except RankError as error:
-        if "connectFullMesh" not in error.summary:
-            raise
-        yield from group(function, ranks, args, **options)
-
-
-def group(
-    function: Callable[..., Iterator[Any]], ranks: int, args: Any, backend: str = "gloo",
+def each(
+    function: Callable[..., Iterator[Any]], ranks: int, *args: Any, backend: str = "gloo",
     timeout: float | None = 600.0, collective_timeout: float = 120.0, preload: Sequence[str] = (), grace: float = GRACE,
 ) -> Iterator[list[Any]]:  # fmt: skip
-    """`each`, of one group of processes.
+    """What `function(*args)` yields on the ranks of a new process group: all ranks' first items, their second, ...
 
+    A list comes as soon as every rank has yielded its item. The function must be importable (no lambda).
     After `timeout` seconds (None: never) every rank is ended and a RankError is raised; a single collective that waits
     for `collective_timeout` seconds is an error of its rank. The first call of a process may name modules to `preload`,
     which every rank then has imported from the start. After the first error the others have `grace` seconds to end by
     themselves.
     """
+    if not 1 <= ranks <= RANKS_LIMIT:
+        raise ValueError(f"{ranks} ranks, each a process here: on this machine there can be 1 to {RANKS_LIMIT}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes", *preload])
     pipes, started = [], []

@@ -41,44 +41,6 @@ def test_if_a_rank_cannot_be_started_those_before_it_are_ended():
     assert multiprocessing.active_children() == before
 
 
-class Busy:
-    """An argument that makes the first attempts of each rank to join its group fail as gloo does."""
-
-    def __init__(self, folder: Path, attempts: int):
-        self.folder, self.attempts = folder, attempts
-
-    def __reduce__(self):
-        return busy, (self.folder, self.attempts)
-
-
-def busy(folder: Path, attempts: int) -> Path:
-    joined = dist.init_process_group
-
-    def join(*args: object, rank: int, **options: object) -> None:
-        before = len(list(folder.glob(f"{rank}-*")))
-        (folder / f"{rank}-{before}").touch()
-        if before < attempts:
-            raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:144] no error")
-        joined(*args, rank=rank, **options)
-
-    dist.init_process_group = join
-    return folder
-
-
-def ranks_there(_: Path) -> int:
-    return dist.get_world_size()
-
-
-@pytest.mark.parametrize("attempts", [1, 2])
-def test_processes_that_could_not_connect_are_started_once_more(tmp_path, attempts):
-    if attempts == 1:
-        assert run(ranks_there, 2, Busy(tmp_path, attempts)) == [2, 2]
-    else:
-        with pytest.raises(RankError, match="connectFullMesh failed"):
-            run(ranks_there, 2, Busy(tmp_path, attempts))
-    assert len(list(tmp_path.iterdir())) == 4
-
-
 def die(_: None) -> None:
     if dist.get_rank():
         os.kill(os.getpid(), signal.SIGKILL)

@@ -117,19 +117,6 @@ def test_a_killed_rank_and_a_killed_node_cost_nothing_but_time(cluster, tmp_path
     assert run.losses() == undisturbed
 
 
-def test_the_first_attempt_begins_at_the_checkpoint_that_was_named_and_the_next_at_the_runs_own(cluster, tmp_path):
-    before = Run(tmp_path, "cluster=local", "steps=20", "keep=9")
-    assert "in 20 steps" in before.ended()
-    named = tmp_path / "run" / "checkpoints" / "step-00000005"
-    run = Run(tmp_path / "other", f"cluster.address={cluster.address}", f"resume={named}")
-    run.after(steps=7)
-    os.kill(run.pid(1), signal.SIGKILL)
-    output = run.ended()
-    assert run.process.returncode == 0, output
-    first, second = map(int, re.findall(r"goes on after step (\d+)", output))
-    assert first == 5 and second > 5 and len(run.losses()) == 55
-
-
 def test_a_sigterm_to_the_driver_saves(cluster, tmp_path, undisturbed):
     run = Run(tmp_path, f"cluster.address={cluster.address}")
     run.after(steps=7)

@@ -2,13 +2,11 @@
 
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,12 +79,9 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path, undisturbed):
     assert losses(tmp_path / "run") == undisturbed
 
 
-@pytest.mark.parametrize("delay", [0.0, 3.0])
-def test_sigterm_during_the_start_ends_the_run(tmp_path, delay):
-    """Before there is a rank, while ranks are starting, and before they have anything to stop."""
+def test_sigterm_during_the_start_ends_the_run(tmp_path):
     process = begin(*TRAIN, *WORDS, "steps=3000", f"folder={tmp_path}", "run=run", "nproc=2")
     wait_for(lambda: children(process.pid), process)
-    time.sleep(delay)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, output
@@ -179,71 +174,19 @@ def test_a_wrong_call_under_torchrun_is_reported_once(tmp_path, monkeypatch):
     assert "Traceback" not in output.split("ChildFailedError")[0].split("torch/distributed")[0]
 
 
-def test_a_full_disk_is_reported(tmp_path):
-    """On a disk of two MB of its own, where namespaces are allowed."""
-    mount = f"mount -t tmpfs -o size=2m tmpfs {tmp_path}"
-    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
-        pytest.skip("this machine does not let us mount a small disk")
-    words = (*WORDS, "model.dim=128", "model.hidden=256", f"folder={tmp_path}", "run=run", "nproc=2", "save_every=1")
-    process = begin("unshare", "-rm", "sh", "-c", f"{mount} && exec {shlex.join((*TRAIN, *words))}")
-    output = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 1 and "Traceback" not in output  # another attempt may find room
-    assert "could not save" in output and "free space, or use folder=PATH" in output, output
-
-
-def test_a_port_in_use_is_reported(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        agent = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
-                 f"--master-port={taken.getsockname()[1]}", "-m", "ringattn.launch.train")  # fmt: skip
-        process = begin(*agent, *WORDS, "cluster=torchrun", f"folder={tmp_path}", "cluster.timeout=10")
-        output = process.communicate(timeout=PATIENCE)[0]
-        assert process.returncode != 0 and "EADDRINUSE" in output  # torchrun's own words: it listens for its ranks
-        port = str(taken.getsockname()[1])
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        process = begin("env", *(f"{k}={v}" for k, v in alone.items()), *TRAIN, *WORDS, f"folder={tmp_path}")
-        output = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 1 and "EADDRINUSE" in output and "Traceback" not in output
-
-
-@pytest.fixture
-def hosts(tmp_path) -> Iterator[list[tuple[tuple[str, ...], str]]]:
-    """Two hosts: (what begins a command there, its address). With a network each, where that is allowed."""
-    names = [f"ra{os.getpid()}{side}" for side in "ab"]
-    addresses = ["10.77.0.1", "10.77.0.2"]
-    made = [f"netns add {name}" for name in names]
-    made += [f"link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}"]
-    for name, address in zip(names, addresses, strict=True):
-        made += [f"-n {name} addr add {address}/24 dev {name}", f"-n {name} link set {name} up"]
-        made += [f"-n {name} link set lo up"]
-    try:
-        allowed = all(subprocess.run(["ip", *line.split()], capture_output=True).returncode == 0 for line in made)
-    except FileNotFoundError:
-        allowed = False
-    enter = [("ip", "netns", "exec", n, "env", f"GLOO_SOCKET_IFNAME={n}") if allowed else () for n in names]
-    yield list(zip(enter, addresses if allowed else ["127.0.0.1"] * 2, strict=True))
-    for name in names:
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def test_two_nodes_of_torchrun_train_as_one(tmp_path, undisturbed, hosts):
+def test_two_nodes_of_torchrun_train_as_one(tmp_path, undisturbed):
     """One rank each, a shared folder, one rendezvous."""
-    meet = f"{hosts[0][1]}:{free_port()}"
-
-    def agent(node: int, address: str) -> tuple[str, ...]:
-        return (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two",
-                "--rdzv-backend=c10d", f"--rdzv-endpoint={meet}", f"--rdzv-conf=is_host={node == 0}",
-                f"--local-addr={address}", "-m", "ringattn.launch.train", *WORDS, "cluster=torchrun",
-                f"folder={tmp_path}")  # fmt: skip
-
-    nodes = [begin(*enter, *agent(i, address)) for i, (enter, address) in enumerate(hosts)]
+    words = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two", "--rdzv-backend=c10d", "--local-addr=127.0.0.1",
+             f"--rdzv-endpoint=127.0.0.1:{free_port()}")  # fmt: skip
+    train = ("-m", "ringattn.launch.train", *WORDS, "cluster=torchrun", f"folder={tmp_path}")
+    agent = (sys.executable, "-m", "torch.distributed.run", *words)
+    nodes = [begin(*agent, f"--rdzv-conf=is_host={node == 0}", *train) for node in range(2)]
     output = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], output
     assert losses(tmp_path / "two") == undisturbed
