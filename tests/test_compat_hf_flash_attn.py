@@ -111,15 +111,11 @@ def refused():
 
 
 def test_what_would_be_wrong_is_refused():
-    (message,) = processes.run(refused, 1)
-    for result, words in zip(
-        message,
-        (
-            "call update_ring_flash_attn_params(cu_seqlens, group) before the model",
-            "cu_seqlens ends with 39, and 1 ranks with 40 tokens each have 40",
-            "a batch of 2 rows: pack them into one",
-            "between forward and a backward that recomputes activations",
-        ),
-        strict=True,
-    ):
-        assert words in result
+    (messages,) = processes.run(refused, 1)
+    expected = (
+        "call update_ring_flash_attn_params(cu_seqlens, group) before the model",
+        "cu_seqlens ends with 39, and 1 ranks with 40 tokens each have 40",
+        "a batch of 2 rows: pack them into one",
+        "between forward and a backward that recomputes activations",
+    )
+    assert all(words in message for message, words in zip(messages, expected, strict=True)), messages

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from hf_ranks import gradients, same, trained
+from hf_ranks import same, trained
 from test_hf import build
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -75,19 +75,15 @@ def test_a_hybrid_of_linear_layers_that_is_dealt_out_has_the_numbers_of_zigzag(b
         outputs = []
         for i, layout in enumerate(("balanced", "zigzag")):
             mine = hf.prepare(copies[3 * i + mesh.rank], ra.plan(mesh, seq_len=T, layout=layout))
-            out = mine(tokens, labels=labels, **given)
-            out.loss.backward()
-            outputs.append(
-                (getattr(mine.ringattn_last, "plan", mine.ringattn_last), float(out.loss.detach()), gradients(mine))
-            )
+            outputs.append(trained(mine, input_ids=tokens, labels=labels, **given))
+            assert getattr(mine.ringattn_last, "plan", mine.ringattn_last).layout == layout
         return outputs
 
-    results = run(one_rank, ring=3)
-    for (dealt, loss, _), (named, expected, _) in results:
-        assert (dealt.layout, named.layout) == ("balanced", "zigzag") and loss == pytest.approx(expected, abs=1e-5)
-    sums = [{n: sum(each[i][2][n] for each in results) for n in results[0][0][2]} for i in (0, 1)]
-    for name, grad in sums[1].items():
-        torch.testing.assert_close(sums[0][name], grad, atol=1e-5, rtol=1e-4, msg=name)
+    dealt, named = zip(*run(one_rank, ring=3), strict=True)
+    sums = {n: sum(grads[n] for *_, grads in named) for n in named[0][2]}
+    for name, grad in sums.items():
+        torch.testing.assert_close(sum(grads[name] for *_, grads in dealt), grad, atol=1e-5, rtol=1e-4, msg=name)
+    assert [loss for loss, *_ in dealt] == pytest.approx([loss for loss, *_ in named], abs=1e-5)
 
 
 def batches():

@@ -110,7 +110,6 @@ def test_a_prefix_sees_itself():
         ({"docs": [20, 21]}, "docs is of type list; pass ringattn.Docs"),
         ({"docs": ra.Docs.from_lengths([20])}, "expected those of 1 rows, or one, of 41 tokens"),
         ({"attention_mask": torch.ones(1, T)}, "docs and attention_mask both say where"),
-        ({"seq_idx": torch.zeros(1, T)}, "docs and seq_idx both say where"),
         ({"past_key_values": hf.RanksCache(ra.plan(seq_len=T), T)}, "does not take docs"),
     ],
 )

@@ -111,23 +111,21 @@ def test_all_ranks_sample_what_one_rank_would():
 
 
 def test_what_generate_cannot_do_is_refused():
-    model = hf.prepare(talkative("Llama"), plan_of_one())
-    tokens, mask = batch(), torch.ones(2, T, dtype=torch.long)
-    with pytest.raises(ValueError, match="cache_implementation='static': a prepared model has caches over ranks only"):
-        model.generate(tokens, max_new_tokens=2, cache_implementation="static")
-    with pytest.raises(ValueError, match="assisted_generation is not supported over ranks; supported are greedy"):
-        model.generate(tokens[:1], max_new_tokens=2, prompt_lookup_num_tokens=2)
-    with pytest.raises(ValueError, match="is of type DynamicCache: a prepared model takes the cache over ranks"):
-        model.generate(tokens, max_new_tokens=2, past_key_values=transformers.DynamicCache())
+    model, tokens, mask = hf.prepare(talkative("Llama"), plan_of_one()), batch(), torch.ones(2, T, dtype=torch.long)
+    holes = mask.index_fill(1, torch.tensor([30]), 0)
     cache = hf.RanksCache(plan_of_one(), T)
     model(tokens, past_key_values=cache)
+    for given, message in (
+        ({"cache_implementation": "static"}, "cache_implementation='static': a prepared model has caches over ranks"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted_generation is not supported over ranks; supported are greedy"),
+        ({"past_key_values": transformers.DynamicCache()}, "is of type DynamicCache: a prepared model takes the cache"),
+        ({"attention_mask": 0 * mask[:1]}, "attention_mask has a row of padding only"),
+        ({"attention_mask": holes[:1]}, "attention_mask has padding behind real tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(tokens[:1], max_new_tokens=2, **{"attention_mask": mask[:1], **given})
     with pytest.raises(ValueError, match=r"37 tokens a row and no room for 1 more: .*past_key_values=hf.RanksCache"):
         model(tokens[:, :1], past_key_values=cache)
-    with pytest.raises(ValueError, match="attention_mask has a row of padding only"):
-        model.generate(tokens, attention_mask=mask * torch.tensor([[0], [1]]), max_new_tokens=2)
-    mask[0, 30:] = 0
-    with pytest.raises(ValueError, match="attention_mask has padding behind real tokens"):
-        model.generate(tokens, attention_mask=mask, max_new_tokens=2)
     with pytest.raises(ValueError, match="labels with past_key_values"):
         model(tokens, labels=tokens, past_key_values=hf.RanksCache(plan_of_one(), 50))
 

@@ -158,11 +158,7 @@ EVALUATED = {
     "per_device_eval_batch_size": 4, "eval_strategy": "steps", "eval_steps": 2, "eval_do_concat_batches": False,
     "include_num_input_tokens_seen": "all",
 }  # fmt: skip
-WHOLE_BATCH = {
-    "scale_rewards": "batch",
-    "num_generations_eval": 2,
-    "log_completions": True,
-}
+WHOLE_BATCH = {"scale_rewards": "batch", "num_generations_eval": 2, "log_completions": True}
 ANSWERS = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "beta": 0.1}
 BF16 = {"bf16": True}  # as TRL sets itself
 CASES = {

@@ -72,8 +72,10 @@ class Dealt(NamedTuple):
     real: Tensor | None  # [n]: which of the B * T tokens; None where the rows stay as they are
     shape: tuple[int, int]
 
-    def row(self, x: Tensor) -> Tensor:
-        """[B or 1, T, ...] as [1, n, ...]."""
+    def row(self, x: Tensor, dim: int = 1) -> Tensor:
+        """[B or 1, T, ...] as [1, n, ...]; tokens in dim 2 have further numbers in dim 0."""
+        if dim == 2:
+            return torch.stack([self.row(each) for each in x])
         rows = x.expand(*self.shape, *x.shape[2:])
         return rows if self.real is None else rows.flatten(0, 1).index_select(0, self.real.to(x.device))[None]
 

@@ -5,7 +5,7 @@ It does what only the whole knows: positions, shifted labels, padding, packed do
     B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -55,13 +55,12 @@ def forward(
         raise ValueError("docs with fused_lm_head are not supported; pass packed documents by position_ids")
     plan, given, later = local_inputs(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
     one_row = self.ringattn_last if isinstance(self.ringattn_last, Dealt) else None
+    mask = None if head else attention_mask  # TRL's labels ignore padding
+    asked = wanted(self, targets_of(labels, shift_labels, mask, docs), plan, one_row)
     if head:
-        whole = next(iter(targets_of(labels, shift_labels, None)), None)  # TRL's labels ignore padding
-        whole = one_row.row(whole) if one_row and whole is not None else whole
         with hf_vision.cutting(self, later):
-            return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
+            return hf_trl.log_probs(self, given, asked, shift_labels is not None, num_items_in_batch)
     kept = few(self, logits_to_keep, plan, following, given)
-    asked = wanted(self, targets_of(labels, shift_labels, attention_mask, docs), plan, one_row)
     with hf_vision.cutting(self, later), hf_memory.losses_of(self, asked):
         output = hf_memory.with_losses(self, self.local_forward(**given))
     if output is None:  # the model changes what its head gives: once more, with logits
@@ -74,7 +73,7 @@ def forward(
 
 
 @cache
-def named(kind: Any) -> Any:
+def forward_of(kind: Any) -> Any:
     """`forward` with the arguments of the models of this class: Trainer and generate read which there are."""
 
     @torch.compiler.disable(recursive=False)
@@ -86,22 +85,16 @@ def named(kind: Any) -> Any:
     return prepared_forward
 
 
-def forward_of(model: Any) -> Any:
-    """The forward of prepared models of this class: the same function for all of them."""
-    kind: Any = type(model)
-    return named(kind)
-
-
 def is_ours(method: Any) -> bool:
-    function = getattr(method, "__func__", None)
-    return function is not None and function is forward_of(method.__self__)
+    function: Any = getattr(method, "__func__", None)
+    return function is not None and function is forward_of(type(method.__self__))
 
 
 def keep_outermost(model: Any) -> None:
     """Have a prepared model cut sequences first again, if TRL has put its own forward around that."""
     if hasattr(model, "ringattn") and hf_trl.is_head(model.forward):
         model.ringattn_fused = model.forward
-        model.forward = MethodType(forward_of(model), model)
+        model.forward = MethodType(forward_of(type(model)), model)
 
 
 @torch.compiler.disable
@@ -159,14 +152,21 @@ def local_inputs(
         positions = counted(self, x, attention_mask) if docs is None else places(docs, own)
     one_row = None if labels is None or media else dealt_out(self, plan, where, attention_mask, (B, T))
     self.ringattn_last = one_row or plan
+    if one_row:
+        plan, where = one_row.plan, one_row.docs
+
+    def take(x: Tensor, dim: int) -> Tensor:
+        mine: Tensor = plan.shard(one_row.row(x, dim) if one_row else x, dim, compare=False)
+        return mine
+
+    share = hf_vision.Share(Call(plan, where), (B, T), own, take)
     if media:
-        later = hf_vision.Share(Call(plan, where), (B, T), own, partial(plan.shard, compare=False))
-        given = hf_vision.all_tokens({**x, **media, "position_ids": positions}, attention_mask, later)
+        given = hf_vision.all_tokens({**x, **media, "position_ids": positions}, attention_mask, share)
     else:
-        given, later = of_text(self, x, own if positions is None else positions, one_row, Call(plan, where)), None
+        given = share.text(x, self.ringattn_before.stretched, positions)
     if labels is None:
         compare_data(plan)
-    return one_row.plan if one_row else plan, {**given, "use_cache": False, **accepted(kwargs)}, later
+    return plan, {**given, "use_cache": False, **accepted(kwargs)}, share if media else None
 
 
 def dealt_out(
@@ -193,21 +193,6 @@ def compiled(model: Any) -> bool:
     """Whether torch.compile runs the model, or a part of it."""
     running = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
     return running or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-
-
-def of_text(self: Any, x: dict[str, Tensor], positions: Tensor, one_row: Dealt | None, call: Call) -> dict[str, Any]:
-    """What the model is called with of text alone: this rank's tokens."""
-    B, T = next(iter(x.values())).shape[:2]
-    positions = positions.expand(*positions.shape[:-2], B, T)
-    for rotary in self.ringattn_before.stretched:
-        rotary.ringattn_last = positions.max()
-    if one_row:
-        call = Call(one_row.plan, one_row.docs)
-        x = {name: one_row.row(value) for name, value in x.items()}
-        rows = [one_row.row(value) for value in (positions if positions.dim() == 3 else [positions])]
-        positions = torch.stack(rows) if positions.dim() == 3 else rows[0]
-    shards = {name: call.plan.shard(value, dim=1, compare=False) for name, value in x.items()}
-    return {**shards, "position_ids": call.plan.shard(positions, dim=-1, compare=False), "ringattn": call}
 
 
 @torch.compiler.disable

@@ -150,8 +150,7 @@ def with_cache(
         media = {name: x[:, -n:] if name.endswith(hf_vision.TYPES) else x for name, x in media.items()}
         new, later = hf_vision.all_tokens({name: tokens, "position_ids": position_ids, **media}, mask, share), share
     else:
-        at = share.positions(self.ringattn_before.stretched, position_ids)
-        new, later = {name: share.take(tokens, 1), **at, "ringattn": call}, None
+        new, later = share.text({name: tokens}, self.ringattn_before.stretched, position_ids), None
     with torch.no_grad(), hf_vision.cutting(self, later):
         output = self.local_forward(**new, **keeping(self, local_keep), **{"use_cache": False, **accepted(given)})
     logits = output.logits if chunk is None or takes_kept(self) else output.logits[:, local_keep]

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.models.batch import local_labels
 from ringattn.models.hf.choice import joined
 from ringattn.models.hf.generate import numbers_of_the_first
-from ringattn.plans.plan import Plan
+from ringattn.models.hf.targets import Wanted
 
 EACH_RANK = {  # arguments of GRPOTrainer with which each rank would get answers of its own
     "use_vllm": "vLLM generates for each rank: leave it out, and the prepared model generates over ranks",
@@ -36,16 +35,15 @@ def is_head(forward: Any) -> bool:
 
 
 @torch.compiler.disable(recursive=False)
-def log_probs(self: Any, plan: Plan, given: dict[str, Any], targets: Tensor | None, shifted: bool, items: Any) -> Any:
+def log_probs(self: Any, given: dict[str, Any], asked: Wanted | None, shifted: bool, items: Any) -> Any:
     """TRL's output for the whole sequences, on every rank; its gradient is the sum of the gradients on all ranks."""
     run = self.ringattn_fused or self.local_forward
     if not is_head(run):
         raise ValueError(f"{type(self).__name__} does not take fused_lm_head: TRL did not give it its head")
-    if targets is None:
+    if asked is None:
         raise ValueError("fused_lm_head without labels: there is nothing to give log-probabilities of")
-    mine = torch.compiler.disable(local_labels)(targets, plan, compare=self.ringattn.compare)
-    output = run(**given, fused_lm_head=True, shift_labels=mine)
-    return of_whole(output, mine, self, shifted, items)
+    output = run(**given, fused_lm_head=True, shift_labels=asked.labels)
+    return of_whole(output, asked.labels, self, shifted, items)
 
 
 @torch.compiler.disable

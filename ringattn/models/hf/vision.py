@@ -44,6 +44,11 @@ class Share:
             rotary.ringattn_last = x.max()
         return {"position_ids": self.take(x.expand(*x.shape[:-2], *self.shape), x.dim() - 1)}
 
+    def text(self, x: dict[str, Tensor], rotaries: list[nn.Module], given: Tensor | None) -> dict[str, Any]:
+        """What a model of text alone is called with."""
+        mine = {name: self.take(tokens, 1) for name, tokens in x.items()}
+        return {**mine, **self.positions(rotaries, given), "ringattn": self.call}
+
     def __deepcopy__(self, memo: Any) -> "Share":
         return self
 
