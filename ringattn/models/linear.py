@@ -13,7 +13,7 @@ from ringattn.check.attention import of_packed
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import few_tokens
-from ringattn.masks.spec import Docs, of_factor, whole
+from ringattn.masks.spec import Docs, of_factor, raise_if, whole
 from ringattn.plans.plan import Plan
 from ringattn.torch.check import of_types
 from ringattn.torch.handles import whole_on_one
@@ -24,8 +24,7 @@ STEP_TOKENS = 8  # at most so many, `step` takes one by one
 
 def head_size(d_model: int, heads: int, given: int | None = None) -> int:
     """The size of a head: as given, or its share of d_model."""
-    if problem := of_sizes(d_model=d_model, heads=heads):
-        raise ValueError(problem)
+    raise_if(of_sizes(d_model=d_model, heads=heads))
     if given is None and heads <= d_model and d_model % heads:
         raise ValueError(f"heads={heads} does not divide d_model={d_model}; give the size of a head")
     size = d_model // heads if given is None else given
@@ -36,9 +35,7 @@ def head_size(d_model: int, heads: int, given: int | None = None) -> int:
 
 def check_input(x: Tensor, d_model: int, plan: Plan | None = None, docs: Docs | None = None) -> None:
     """A ValueError unless x is a rank's [batch, tokens, d_model] and documents match its sequence."""
-    problem = of_types(x=x) or of_arguments(plan=plan, docs=docs) or of_input(x, d_model, plan, docs)
-    if problem:
-        raise ValueError(problem)
+    raise_if(of_types(x=x) or of_arguments(plan=plan, docs=docs) or of_input(x, d_model, plan, docs))
 
 
 def of_input(x: Tensor, d_model: int, plan: Plan | None, docs: Docs | None) -> str | None:
@@ -89,8 +86,7 @@ class LinearLayer(nn.Module):
         self.value_dim = head_size(d_model, heads, value_dim)
         self.key_dim = head_size(d_model, heads, max(1, d_model // heads // 2) if key_dim is None else key_dim)
         self.key_heads = heads if key_heads is None else key_heads
-        if problem := of_sizes(key_heads=self.key_heads):
-            raise ValueError(problem)
+        raise_if(of_sizes(key_heads=self.key_heads))
         if heads % self.key_heads:
             raise ValueError(f"key_heads={self.key_heads} must divide heads={heads}")
         self.d_model, self.heads, self.convolution, self.kernel = d_model, heads, convolution, kernel
@@ -194,8 +190,7 @@ class GatedLinearAttention(LinearLayer):
     ):
         if gate not in ("channel", "head", None):
             raise ValueError(f"gate={gate!r}: choose 'channel', 'head' or None")
-        if problem := of_sizes(gate_rank=gate_rank):
-            raise ValueError(problem)
+        raise_if(of_sizes(gate_rank=gate_rank))
         if temperature is None or of_factor("temperature", temperature):
             raise ValueError(f"temperature={temperature!r} must be above 0")
         super().__init__(d_model, heads, None, key_dim, value_dim, convolution, kernel)
