@@ -57,7 +57,6 @@ class Options(NamedTuple):
 
     @property
     def spec(self) -> AttentionSpec:
-        """What is computed; a ValueError that names what cannot be."""
         if self.dropout_p:
             raise ValueError(f"dropout_p={self.dropout_p}: {NO_DROPOUT}")
         if self.alibi_slopes is not None:
@@ -170,7 +169,6 @@ def docs_over(ranks: int, local: tuple[int, ...]) -> Docs:
 
 
 def of_cut(q: Tensor, k: Tensor, v: Tensor, local: list[int], layout: str) -> str | None:
-    """What is wrong with the documents of which every rank has its part."""
     if not len(q) == len(k) == len(v) == local[-1]:
         return (
             f"q has {len(q)} tokens on this rank, k {len(k)}, v {len(v)}, and cu_seqlens ends with {local[-1]}; "

@@ -23,7 +23,6 @@ STEP_TOKENS = 8  # at most so many, `step` takes one by one
 
 
 def head_size(d_model: int, heads: int, given: int | None = None) -> int:
-    """The size of a head: as given, or its share of d_model."""
     raise_if(of_sizes(d_model=d_model, heads=heads))
     if given is None and heads <= d_model and d_model % heads:
         raise ValueError(f"heads={heads} does not divide d_model={d_model}; give the size of a head")
@@ -239,7 +238,6 @@ class DeltaLayer(LinearLayer):
         return g[..., 0] if self.bias.numel() == self.heads else g, exact(self.beta(x_BTC)).sigmoid()
 
     def by_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [B, T, G, K] of length 1 and v [B, T, H, V]."""
         q, k, v = super().by_heads(mixed)
         q, k = (x * torch.rsqrt(exact(x).square().sum(-1, keepdim=True) + 1e-6).to(x.dtype) for x in (q, k))
         return q, k, v

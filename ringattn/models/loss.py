@@ -116,7 +116,6 @@ def compare_ranks(plan: Plan, call: str, over: Sequence[Any], problem: str | Non
 
 
 def of_plan(function: str, plan: Any) -> str | None:
-    """A plan of torch."""
     if problem := of_arguments(required=True, plan=plan):
         return problem
     other = f"{function} is for torch; JAX arrays are global: take the mean where plan.real_tokens()"
@@ -136,7 +135,6 @@ def of_tokens(name: str, x: Tensor, dims: str, plan: Plan, docs: Docs | None) ->
 
 
 def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:
-    """A loss for each of this rank's tokens, and which of them count."""
     problem = of_tokens("losses", losses_BT, "batch, tokens", plan, docs)
     return problem or (None if mask is None else of_mask(mask, losses_BT))
 
@@ -165,14 +163,12 @@ def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: A
 
 
 def of_axes(over: Any) -> str | None:
-    """Axes to average over."""
     if isinstance(over, list | tuple) and all(hasattr(axis, "all_gather") for axis in over):
         return None
     return f"over={over!r}: a list of axes, such as [ringattn.comms.mesh.axis(mesh, 'data')]"
 
 
 def of_mask(mask: Tensor, like: Tensor) -> str | None:
-    """Bools or integers that broadcast over the losses."""
     if problem := of_types(mask=mask):
         return problem
     if mask.is_floating_point() or mask.is_complex():

@@ -111,13 +111,11 @@ def refuse_others(out: Tensor, asked: Sequence[Tensor]) -> None:
 
 
 def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """A sum of gradients, at least in float32."""
     if total is None or grad is None:
         return grad if total is None else total
     return (total.float() if total.dtype.itemsize < 4 else total).add_(grad)
 
 
 def autocast_of(kind: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Autocast as it is now, for a recomputation later."""
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype, enabled, torch.is_autocast_cache_enabled())

@@ -83,7 +83,6 @@ kept_spec = lru_cache(spec_of)  # the same in every layer and step: its checks c
 
 
 def layer_type(module: nn.Module) -> str | None:
-    """The type that the model's config gives to the layer of this attention."""
     types, i = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
     return None if types is None or i is None else types[i]
 

@@ -14,7 +14,7 @@ from ringattn.masks.spec import AttentionSpec
 from ringattn.masks.values import Value
 from ringattn.models.batch import Dealt
 from ringattn.plans.plan import Plan
-from ringattn.plans.sizes import DTYPES, heads_problem
+from ringattn.plans.sizes import DTYPES
 
 SEQ_LEN = 32768  # tokens that a plan is made for where neither the caller, a batch nor the model names a length
 PLANS_KEPT = 64  # of other lengths than the first
@@ -36,7 +36,6 @@ class Choice:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a sequence."""
         ring, ulysses = choosing.target_of(self.mesh, "auto", self.axes).sizes[0]
         return ring * ulysses
 
@@ -45,7 +44,9 @@ class Choice:
 
         Its heads and dims are left out again, since layers may differ in them.
         """
-        length = self.seq_len or self.longest(seq_len) or longest_of(model)
+        config: Any = model.config
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or SEQ_LEN
+        length = self.seq_len or self.longest(seq_len) or longest
         chosen = choosing.plan(
             self.mesh, axes=self.axes, seq_len=length, strategy=self.strategy, layout=self.layout, **attention_of(model)
         )
@@ -73,7 +74,6 @@ class Spread(Value):
 
     @property
     def size(self) -> int:
-        """How many ranks share a sequence."""
         return self.source.ring * self.source.ulysses if isinstance(self.source, Plan) else self.source.ranks
 
     @property
@@ -89,7 +89,6 @@ class Spread(Value):
         return next(iter(self.plans.values()))
 
     def local(self, model: nn.Module, T: int) -> Plan:
-        """The plan for T tokens."""
         self.first(model, T)
         if T not in self.plans:
             first, *others = self.plans
@@ -106,7 +105,6 @@ class Spread(Value):
 
 
 def joined(bare: Any, x: Tensor) -> Tensor:
-    """The rows of all ranks' tokens, as the last call of this prepared model spread them."""
     last = bare.ringattn_last
     rows: Tensor = last.whole(x) if isinstance(last, Dealt) else last.unshard(x)
     return rows
@@ -135,10 +133,6 @@ def axes_of(source: Plan | Choice, over: Any) -> tuple[Any, ...]:
     if missing := sorted(set(named) - set(have)):
         raise ValueError(f"over={over!r}: hf.prepare is given no mesh with an axis {missing[0]!r}, but {have}")
     return tuple(meshes.axis(source.mesh, x) if isinstance(x, str) else x for x in over)  # type: ignore[union-attr]
-
-
-def longest_of(model: Any) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or SEQ_LEN
 
 
 def attention_of(model: Any) -> dict[str, Any]:
@@ -189,9 +183,3 @@ def window_of(text: Any) -> int | None:
     """How far back every layer sees; None if some see all."""
     kinds = getattr(text, "layer_types", None) or [SLIDING]
     return (getattr(text, "sliding_window", None) or None) if set(kinds) <= {SLIDING} else None
-
-
-def size_problem(model: Any, plan: Plan) -> str | None:
-    """Why the model's heads cannot be spread over the Ulysses ranks of the plan, and which sizes can be."""
-    heads = heads_of(model)
-    return None if heads is None else heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring)

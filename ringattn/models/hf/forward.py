@@ -190,7 +190,6 @@ def dealt_out(
 
 
 def compiled(model: Any) -> bool:
-    """Whether torch.compile runs the model, or a part of it."""
     running = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
     return running or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 

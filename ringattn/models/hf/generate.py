@@ -76,7 +76,6 @@ class RanksCache:
         return self.length > 0 and (self.padding is None or bool((self.padding < self.length).all()))
 
     def reserve(self, max_len: int) -> None:
-        """Make room for max_len tokens a row in all."""
         if max_len <= self.max_len:
             return
         self.max_len, smaller, self.layers = max_len, self.layers, {}

@@ -128,7 +128,6 @@ def rule_of(model: nn.Module) -> nn.Module | None:
 
 
 def numbered(embeddings: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor | None:
-    """The positions by that rule; None without one."""
     name, x = (RULES[0], input_ids) if inputs_embeds is None else (RULES[1], inputs_embeds)
     rule = getattr(embeddings, name, None)
     return None if rule is None else rule(x, embeddings.padding_idx)

@@ -6,12 +6,13 @@ from typing import Any
 from torch import nn
 
 from ringattn.models.hf.attention import ARGUMENTS, CHUNKED, NAME
-from ringattn.models.hf.choice import size_problem
+from ringattn.models.hf.choice import heads_of
 from ringattn.models.hf.linear import convolutions, linear_layers, names
 from ringattn.models.hf.packed import PACKING, UNUSED
 from ringattn.models.hf.vision import decoder_of
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import segments_problem
+from ringattn.plans.sizes import heads_problem
 
 LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
 POOLED = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction")
@@ -22,7 +23,6 @@ ROUTERS = "that adds a loss over this rank's tokens only, which is not supported
 
 
 def refuse(model: nn.Module, plan: Any) -> None:
-    """A ValueError that names what cannot be, before anything of the model is changed."""
     name = type(model).__name__
     if isinstance(plan, Plan) and (plan.heads is not None or plan.head_dim is not None):
         raise ValueError("make the plan without heads and head_dim: a model's layers may differ in them")
@@ -33,12 +33,12 @@ def refuse(model: nn.Module, plan: Any) -> None:
         return
     if linear_layers(model) and (problem := segments_problem(plan)):
         raise ValueError(f"{name} has linear layers, and {problem}")
-    if problem := size_problem(model, plan):
+    heads = heads_of(model)
+    if heads is not None and (problem := heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring)):
         raise ValueError(f"{name}: {problem}")
 
 
 def refuse_model(model: nn.Module, name: str) -> None:
-    """A ValueError that names what of the model cannot be spread over ranks."""
     if hasattr(getattr(model, "module", None), "set_attn_implementation"):
         raise ValueError(
             f"this model is wrapped in {name}: prepare before wrapping, as in {name}(hf.prepare(model, plan))"
@@ -84,7 +84,6 @@ def uses_interface(model: nn.Module) -> bool:
 
 
 def refuse_other_attention(model: Any) -> None:
-    """A ValueError if the attention of a prepared model was replaced since."""
     way = model.config.get_text_config()._attn_implementation
     if way != NAME:
         raise ValueError(

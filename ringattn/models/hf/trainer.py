@@ -99,7 +99,6 @@ class OverRanks(hf_trl.Answers):
         return any(hf_trl.is_head(vars(bare).get(name)) for name in ("forward", "local_forward", "ringattn_fused"))
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
-        """Whole sequences: the prepared model cuts them."""
         return hf_accelerate.unchanged, inputs
 
     def compute_loss(
@@ -139,13 +138,11 @@ class OverRanks(hf_trl.Answers):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """The loss, if there are labels, and what else the model gives, of the whole sequences."""
         given = model, inputs, prediction_loss_only, ignore_keys
         loss, outputs, labels = super().prediction_step(*given)  # type: ignore[misc]
         return loss, None if outputs is None else self.whole(outputs), labels
 
     def whole(self, x: Any) -> Any:
-        """The rows of all tokens, of an output or of several [B, t, ...]."""
         if isinstance(x, list | tuple):
             return tuple(map(self.whole, x))
         model = hf_model.inner(self.model)

@@ -48,7 +48,6 @@ def log_probs(self: Any, given: dict[str, Any], asked: Wanted | None, shifted: b
 
 @torch.compiler.disable
 def of_whole(output: Any, mine: Tensor, model: Any, shifted: bool, items: Any) -> Any:
-    """The output for whole sequences, from that of this rank's targets."""
     outputs = {}
     for name, x in output.items():
         if isinstance(x, Tensor) and x.shape == mine.shape:
@@ -146,7 +145,6 @@ class DataRanks:
         self.num_processes, self.process_index = trainer.data_place
 
     def prepare(self, loader: Any) -> Any:
-        """The loader's batches of this data rank."""
         return type(self.accelerator).prepare_data_loader(self, loader)
 
     def gather(self, x: Tensor) -> Tensor:

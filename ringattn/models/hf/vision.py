@@ -45,7 +45,6 @@ class Share:
         return {"position_ids": self.take(x.expand(*x.shape[:-2], *self.shape), x.dim() - 1)}
 
     def text(self, x: dict[str, Tensor], rotaries: list[nn.Module], given: Tensor | None) -> dict[str, Any]:
-        """What a model of text alone is called with."""
         mine = {name: self.take(tokens, 1) for name, tokens in x.items()}
         return {**mine, **self.positions(rotaries, given), "ringattn": self.call}
 
@@ -134,7 +133,6 @@ def media_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(plan: Plan, given: dict[str, Any]) -> None:
-    """Have the ranks of the plan compare what their towers see."""
     for x in given.values():
         if isinstance(x, Tensor):
             note(x.contiguous().view(SAME_SIZE[x.element_size()]) if x.is_floating_point() else x, plan)
@@ -173,7 +171,6 @@ def is_a_row_a_token(x: Any, share: Share) -> bool:
 
 
 def holds_tensors(x: Any) -> bool:
-    """Whether this is a tensor of numbers, or has some."""
     if isinstance(x, dict):
         x = list(x.values())
     return any(map(holds_tensors, x)) if isinstance(x, list | tuple) else isinstance(x, Tensor) and x.dim() > 0
