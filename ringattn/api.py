@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any, Literal, TypeVar, overload
 
 from ringattn import naming_extras
-from ringattn.check.arguments import of_arguments, of_arrays, of_returned, of_unknown, warn_of_exchanged
+from ringattn.check.arguments import of_arguments, of_arrays, of_returned, of_unknown
 from ringattn.check.attention import of_aligned, of_mask, of_partials
 from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
@@ -82,7 +82,6 @@ def attention(
         problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
         if problem := problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan):
             refuse(problem, plan)
-        warn_of_exchanged(q, stacklevel=3)
         from ringattn.jax import attention as function
     return function(q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse)
 
@@ -158,7 +157,6 @@ def linear_attention(
         problem = of_arguments(plan=plan, docs=docs, check=check) or of_returned(return_state, docs)
         if problem := problem or of_arrays({"q": q, "k": k, "v": v}, optional, plan):
             refuse(problem, plan)
-        warn_of_exchanged(q, stacklevel=3)
         from ringattn.jax.linear.function import linear_attention as function
     return function(
         q, k, v, log_decay, plan, beta=beta, initial_state=initial_state, return_state=return_state, docs=docs,

@@ -102,7 +102,7 @@ def a_third(choices: list) -> list:
 def test_heads_at_home_may_take_turns(case, choice, monkeypatch):
     """What is done in two halves where keys have a long way, and whether a kernel adds up in place or not."""
     firsts = []
-    monkeypatch.setattr(recipe, "LONG", 0)
+    monkeypatch.setattr(recipe, "HALVES_FROM", 0)
     backward = ring.backward
     monkeypatch.setattr(ring, "backward", lambda *given: firsts.append(given[5][0]) or backward(*given))
     check(case, kernel=choice[0], together=choice[1])

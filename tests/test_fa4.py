@@ -326,8 +326,8 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     two = ring * (ring > 2)  # one of these, or none, visits queries twice
     late = property(lambda self: inf if not two or self.rank != seed % (two + 1) else -inf)
     monkeypatch.setattr(recipe.Recipe, "seconds_of_partials", late)
-    monkeypatch.setattr(recipe, "LONG", 0 if seed % 2 else recipe.LONG)
-    monkeypatch.setattr(recipe, "BESIDE", 0 if long else tokens)
+    monkeypatch.setattr(recipe, "HALVES_FROM", 0 if seed % 2 else recipe.HALVES_FROM)
+    monkeypatch.setattr(recipe, "SIDE_STREAM_UP_TO", 0 if long else tokens)
     if seed % 4 == 1:  # as if ranks had different kernels, of which one keeps nothing
         monkeypatch.setattr(call, "has_of", lambda *_: torch.rand(()).item())
     counted = fa4.KERNEL.disjoint._replace(

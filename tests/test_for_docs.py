@@ -23,7 +23,6 @@ from ringattn.plans.mask import Mask, reads_of
 from ringattn.plans.plan import Plan
 from ringattn.plans.ranks import Ranks
 from ringattn.plans.recipe import Recipe
-from tests.cases import FULL
 
 parts = st.lists(st.integers(0, 3), min_size=1, max_size=9).filter(any)
 names = st.sampled_from(["contiguous", "zigzag"])
@@ -107,14 +106,10 @@ CUT = Case("cut", seq_len=96, lengths=LENGTHS, dealt=LENGTHS)
 WINDOW = AttentionSpec(window=13, softcap=3.0)
 CASES = [
     (CUT, {}),
-    (replace(CUT, layout="contiguous", sinks=True), {"kernel": "tiled"}),
     (replace(CUT, spec=WINDOW, sinks=True, strategy="gather"), {}),
-    (replace(CUT, spec=FULL, kv_heads=4), {"together": 2}),
     (Case("interleaved", seq_len=56, lengths=[24, 24, 8], dealt=[24, 24, 8], spec=AttentionSpec(window=5)), {}),
-    (replace(CUT, spec=AttentionSpec(chunk=10)), {"together": 3}),
     (replace(CUT, spec=WINDOW, kv_heads=4), {"route": "relay", "hosts": 4}),
     (replace(CUT, ring=1, ulysses=4, strategy="ulysses", sinks=True), {}),
-    (replace(CUT, ring=1, ulysses=4, strategy="ulysses", dealt=[96], lengths=None), {}),
     (replace(CUT, ring=1, ulysses=4, strategy="ulysses", heads=8, kv_heads=8), {"groups": 2}),
     (replace(CUT, ring=2, ulysses=2, spec=WINDOW, sinks=True), {}),
     (replace(CUT, ring=2, ulysses=2, strategy="gather", layout="contiguous"), {}),

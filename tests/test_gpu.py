@@ -84,7 +84,7 @@ def mesh_of(ring: int, ulysses: int) -> object:
 def every_case(ranks: int, transport: str) -> list[str]:
     """What is off: all cases with a kernel that needs no compiling, some rings with auto's and a vendor's."""
     off = []
-    recipe.LONG = 0  # heads at home take turns, as where keys have a long way
+    recipe.HALVES_FROM = 0  # heads at home take turns, as where keys have a long way
     for case in placed_on(ranks):
         mesh = mesh_of(case.ring, case.ulysses)
         runs = [("tiled", torch.float32)]

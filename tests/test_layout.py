@@ -49,12 +49,6 @@ def test_unshard_inverts_shard_at_any_length_and_dim(layout, seq_len, ring, ulys
     assert all(torch.equal(whole, x) for whole in run(one_rank, ring=ring, ulysses=ulysses))
 
 
-def test_a_prime_number_of_tokens_over_eight_ranks():
-    for layout in LAYOUTS:
-        made = Layout(layout, 8191, 8)
-        assert made.shard_len == 1024 and made.padded_length == 8192
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_unshard_add_up_over_ranks(layout):
     x, w = torch.randn(1, 13, 2), torch.randn(4, 1, 13, 2)
@@ -71,8 +65,3 @@ def test_gradients_of_unshard_add_up_over_ranks(layout):
 def test_shards_of_three_apart_tokens_are_not_two_segments(monkeypatch):
     monkeypatch.setitem(MAKERS, "thirds", lambda x, n, r: tuple(block(x.pieces[0], 3 * n, i * n + r) for i in range(3)))
     assert Layout("thirds", 12, 4).segments == 0
-
-
-def test_an_unknown_layout_is_refused():
-    with pytest.raises(ValueError, match="'zigzack': choose one of"):
-        Layout("zigzack", 8)

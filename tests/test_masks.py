@@ -2,7 +2,7 @@
 
 import pickle
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 from sys import setprofile
 from typing import Any
 
@@ -15,11 +15,6 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
-from ringattn.kernels.attention.reference import attend, attend_backward
-from ringattn.kernels.families import over_families
-from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.protocol import TorchKernel
-from ringattn.kernels.total import in_dtype
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.masks.bands import Work, bounds_at, families, joined
@@ -134,12 +129,6 @@ def test_slices_mask_by_their_kinds_within_the_window_and_overlapping_ones_are_r
         check_counted(Plan(24, 3, layout=layout, **dealt), case.spec, case.mask, words)
 
 
-def test_families_are_rectangles_if_each_is():
-    few, many = Intervals(None, None, rectangles=()), Intervals(None, None)
-    for first, other in product((few, many), repeat=2):
-        assert first._replace(also=(other,)).are_rectangles == (first is other is few)
-
-
 def test_families_are_hardly_more_than_the_intervals_of_a_query():
     """Of keys that leave at random, each a slice of its own, as FlashMask's random eviction."""
     random, T = np.random.default_rng(0), 512
@@ -216,34 +205,6 @@ def test_shared_prefixes_are_two_families_and_a_third_of_the_work():
     pairs = [sum(Work.of(family).below(docs.length) for (family,) in families(AttentionSpec(), docs.length, docs=docs))
              for docs in (tree, apart)]  # fmt: skip
     assert pairs[1] > 5.8 * pairs[0]
-
-
-def counting(calls: list[Any]) -> TorchKernel:
-    def backward(tensors, where, rows, want, into, **options):
-        calls.append(where)
-        return attend_backward(*tensors, where, rows.dout, rows.lse, rows.delta, scale=options["scale"])
-
-    return TorchKernel(lambda *given, **options: calls.append(given[3]) or attend(*given, **options), backward)
-
-
-def test_one_family_reaches_the_kernel_as_it_is_and_two_are_two_calls():
-    q, k, v, dout = (torch.randn(1, 9, 2, 8) for _ in range(4))
-    t, calls = torch.arange(9, dtype=torch.int32)[None], []
-    kernel = over_families(counting(calls))
-    near, far = Intervals((t - 2).clip(0), t + 1), Intervals(t * 0, (t - 2).clip(0, 2))
-    for where in (near, near._replace(also=(far,))):
-        part = kernel.attend(q, k, v, where, scale=1.0)
-        grads = kernel.attend_backward(q, k, v, where, dout, part.lse, (dout * part.out).sum(-1), scale=1.0)
-        seen = (t[0][:, None] - t < 3) & (t <= t[0][:, None]) | (t < 2) & (t <= t[0][:, None]) & bool(where.also)
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in leaves), attn_mask=seen, scale=1.0
-        ).transpose(1, 2)
-        out.backward(dout)
-        for result, expected in zip((part.out, *grads), (out, *(x.grad for x in leaves)), strict=True):
-            torch.testing.assert_close(in_dtype(result, torch.float32), expected)
-    assert calls[0] is near and calls[1] is near and len(calls) == 2 + 4
-    assert all(not where.also for where in calls)
 
 
 def test_positions_in_a_tree_are_depths_along_the_branch():

@@ -5,8 +5,6 @@ import dataclasses
 import json
 import pickle
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -150,17 +148,6 @@ def test_a_copied_plan_is_the_same_value(copied):
     x = torch.randn(1, 16, 2, 8)
     del plan
     assert torch.equal(ra.attention(x, x, x, other), ra.attention(x, x, x))
-
-
-def test_a_pickled_plan_is_not_another_plan_of_another_process(tmp_path):
-    (tmp_path / "plan").write_bytes(pickle.dumps(ra.plan(seq_len=16)))
-    code = f"""if True:
-        import pickle, ringattn as ra
-        first = ra.plan(seq_len=48)
-        other = pickle.load(open({str(tmp_path / "plan")!r}, "rb"))
-        assert other == ra.plan(seq_len=16) != first
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_plan_on_ranks_is_copied_with_its_axes_and_pickled_without():

@@ -33,7 +33,7 @@ CASES = {
 def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypatch):
     sizes, choices = CASES[name]
     docs = choices.get("docs")
-    monkeypatch.setattr(recipe, "LONG", 0 if "halves" in name else recipe.LONG)
+    monkeypatch.setattr(recipe, "HALVES_FROM", 0 if "halves" in name else recipe.HALVES_FROM)
 
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=60, **{"strategy": "ring"} | choices if sizes["ring"] > 1 else {})
@@ -62,7 +62,7 @@ def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypat
         assert received == sent
 
 
-@pytest.mark.parametrize("slower, heads, once", [(1, 64, 8), (2, 64, 7), (2, 32, 4), (100, 64, 0)])
+@pytest.mark.parametrize("slower, heads, once", [(1, 64, 8), (2, 64, 4), (100, 64, 0)])
 def test_queries_are_visited_once_unless_a_rank_would_wait_longer_for_their_keys(slower, heads, once, monkeypatch):
     """Ranks that hold hardly any documents of their own have nothing to hide the transfer, and visit them once too."""
     kernel = SimpleNamespace(load=lambda: SimpleNamespace(disjoint=True, parted=False))

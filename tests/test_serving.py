@@ -13,7 +13,7 @@ from ringattn.comms.local import LocalAxis, run
 from ringattn.plans.machine import load
 from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, prefill_moves
 from ringattn.torch.inference import call as calls
-from ringattn.torch.inference import chunk, function
+from ringattn.torch.inference import function
 from ringattn.torch.inference.cache import KVCache
 
 H200, CPU = load("h200"), load("cpu")
@@ -35,12 +35,6 @@ def test_keys_travel_while_they_are_few_and_queries_once_there_are_many():
     assert prefill_moves(4, 2048, 2**20, LLAMA, *NVLINK).way == "queries"
     assert prefill_moves(4, 4, 131072, LLAMA, *NVLINK).way == "queries"
     assert prefill_moves(1, 2048, 131072, LLAMA, *NVLINK).exposed == {"queries": 0.0, "keys": 0.0}
-
-
-def test_the_chunks_own_keys_which_all_are_sent_anyway_do_not_travel_again():
-    first, second = (prefill_moves(4, 2048, n * 8192, LLAMA, *NVLINK) for n in (1, 2))
-    assert (first.sent["keys"], first.exposed["keys"]) == (0, 0.0)
-    assert second.sent["keys"] == 3 * 2048 * LLAMA.key_bytes
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
@@ -75,14 +69,6 @@ def test_where_nothing_is_hidden_fewer_bytes_win():
         moves = prefill_moves(4, 256, cached, LLAMA, *GLOO, hides=False)
         assert moves.way == min(moves.sent, key=moves.sent.get)
     assert "queries travel (queries: 19" in str(moves)
-
-
-def test_a_piece_that_every_query_sees_whole_may_come_in_any_order():
-    begin, end = np.zeros((2, 1, 3), int), np.full((2, 1, 3), 8)  # of two ranks' keys
-    for at, keys, whole in (((), 8, True), ((1, 0, 0), 7, False)):
-        end[at or ...] = keys
-        where = chunk.within(begin, end, slice(2, 8), torch.device("cpu"), rectangles=True)
-        assert chunk.in_any_order(where, 12) == whole
 
 
 def test_small_partials_are_gathered_and_large_ones_shared_out():

@@ -246,28 +246,9 @@ def test_bytes_sent_are_the_schedules_figure(case, route):
         assert backward == (keys + grads) * token
 
 
-@pytest.mark.parametrize("window", [1, 2, 8, 9, 16, 17, 30, 64])
-def test_a_window_sends_only_the_hops_it_reaches(window):
-    """Contiguous shards of 8: the first query of a shard sees window - 1 keys back, of up to 7 shards."""
-    case = Case("window", ring=8, layout="contiguous", seq_len=64, spec=AttentionSpec(window=window))
-    for route in ("relay", "direct"):
-        assert max(keys for _, _, (keys, _) in sent(case, route)) == min(window - 1, 56)  # just what is seen
-
-
-def test_causal_contiguous_blocks_stop_at_the_last_rank():
-    case = Case("causal", ring=4, layout="contiguous", seq_len=64)
-    assert [keys for _, _, (keys, _) in sent(case)] == [16, 32, 48, 0]
-    assert [tokens for _, _, tokens in sent(case, "direct")] == [(48, 0), (32, 16), (16, 32), (0, 48)]
-
-
 def test_a_causal_zigzag_step_brings_half_a_block_where_only_that_is_seen():
     case = Case("causal", ring=4, layout="zigzag", seq_len=64)
     assert [tokens for _, _, tokens in sent(case, "direct")] == [(24, 48), (32, 40), (40, 32), (48, 24)]
-
-
-def test_documents_inside_shards_send_nothing():
-    case = Case("docs", ring=4, layout="contiguous", seq_len=64, lengths=[16, 8, 8, 16, 16])
-    assert all(forward == backward == 0 for forward, backward, _ in sent(case))
 
 
 def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
@@ -360,13 +341,6 @@ def test_the_reads_of_every_case_follows_from_its_bounds(layout):
             sides = [(low[..., None], high[..., None]) for low, high in mask.bounds(plan.tokens.shard(a))]
             seen = any(((low <= j) & (j < high))[..., plan.keys.tokens.positions(b)].any() for low, high in sides)
             assert results[a, b] == seen, (case.name, a, b)
-
-
-def test_the_last_query_of_a_sequence_is_in_its_schedule():
-    """A shard of one token: without its last query the last rank would need no keys."""
-    plan = ra.Plan(8, 8, layout="contiguous")
-    result = reads_of(Mask(plan, AttentionSpec(window=2))).needed
-    assert (result == (np.eye(8) + np.eye(8, k=-1) > 0)).all()
 
 
 def test_a_step_brings_what_can_hide_behind_the_work_before_it():

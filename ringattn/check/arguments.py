@@ -1,7 +1,6 @@
 """What every call checks of an argument: its name, type, framework and number of dims."""
 
 import sys
-import warnings
 from typing import Any
 
 from ringattn.masks.slices import Mask
@@ -10,7 +9,6 @@ from ringattn.plans.plan import Plan
 from ringattn.plans.transport import Transport
 
 SAY = "pass True or False"
-MANY_HEADS = 512
 WORDS: dict[str, tuple[type, str]] = {
     "plan": (Plan, "make one with ringattn.plan(mesh, seq_len=...)"),
     "spec": (AttentionSpec, "pass AttentionSpec(causal=..., window=..., chunk=..., softcap=..., scale=...)"),
@@ -143,14 +141,3 @@ def of_returned(return_state: Any, docs: Docs | None) -> str | None:
     if docs is None:
         return "return_state='documents' without docs: there is one state a row; pass docs, or return_state=True"
     return None
-
-
-def warn_of_exchanged(q: Any, stacklevel: int) -> None:
-    """Warn where a call is valid, but its dims 1 and 2 look exchanged: no model has so many heads."""
-    tokens, heads = q.shape[1:3]
-    if heads > MANY_HEADS and heads > tokens:
-        warnings.warn(
-            f"q has shape {tuple(q.shape)}: {tokens} tokens and {heads} heads; if dims 1 and 2 are exchanged, pass "
-            "q, k and v as x.transpose(1, 2)",
-            stacklevel=stacklevel,
-        )

@@ -1,14 +1,13 @@
 """A mask that is given as slices of queries and keys, as MagiAttention takes them."""
 
-from bisect import bisect_left
-from itertools import combinations, repeat
 from typing import Any
 
 import numpy as np
 
 from ringattn.masks.crossing import KINDS, Bands, of_slices, overlap
-from ringattn.masks.numeric import LONGEST
 from ringattn.masks.spec import Docs, untraced, whole
+
+COMPARED = 256  # slices at once with all others
 
 
 class Sliced(Docs):
@@ -66,49 +65,19 @@ def ranges(name: str, given: Any, total: int) -> np.ndarray:
 
 
 def check_apart(slices: np.ndarray) -> None:
-    """Raise if a query sees a key by two slices."""
+    """Raise if a query sees a key by two slices: those whose queries and keys meet as rectangles are compared."""
     bands = of_slices(slices)
     bands = bands.some(np.argsort(bands.start, kind="stable"))
-    first, other = np.array(neighbours(bands), np.int64).reshape(-1, 2).T
-    if len(hit := np.flatnonzero(overlap(bands.some(first), bands.some(other)))):
-        names = [describe(bands, i) for i in (first[hit[0]], other[hit[0]])]
-        raise ValueError(f"slices overlap: {names[0]} and {names[1]}; no query may see a key twice")
-
-
-def neighbours(bands: Bands) -> list[tuple[int, int]]:
-    """Pairs of bands, one of which overlaps if any bands do: those that are next to each other among a query's keys.
-
-    Bands that do not overlap keep their order, so they are neighbours where one of them starts or one between them
-    stops. A constant begin and one that rises with the query are kept apart, each in an order that never changes.
-    """
-    base = (bands.begin - bands.lean * bands.start).tolist()
-    starts, leans, last = bands.start.tolist(), bands.lean.tolist(), len(bands.start)
-    leaving = np.argsort(bands.stop, kind="stable")
-    leaves, at = [*zip(bands.stop[leaving].tolist(), leaving.tolist(), strict=True), (LONGEST + 1, last)], 0
-    here: tuple[list[tuple[int, int]], ...] = [], []  # (begin, band), of bands with a constant begin, and of the others
-    pairs: list[tuple[tuple[int, int], tuple[int, int]]] = []
-    for i, start in enumerate([*starts, LONGEST]):
-        while leaves[at][0] <= start:
-            stop, gone = leaves[at]
-            mine, others = here[leans[gone]], here[1 - leans[gone]]
-            place = bisect_left(mine, (base[gone], gone))
-            del mine[place]
-            around = mine[max(place - 1, 0) : place + 1]
-            if others:
-                place = bisect_left(others, (base[gone] + (2 * leans[gone] - 1) * (stop - 1),))
-                around += others[max(place - 1, 0) : place + 1]
-            pairs += combinations(around, 2)
-            at += 1
-        if i < last:
-            mine, others = here[leans[i]], here[1 - leans[i]]
-            place = bisect_left(mine, new := (base[i], i))
-            around = mine[max(place - 1, 0) : place + 1]
-            mine.insert(place, new)
-            if others:
-                place = bisect_left(others, (base[i] + (2 * leans[i] - 1) * start,))
-                around += others[max(place - 1, 0) : place + 1]
-            pairs += zip(repeat(new), around, strict=False)
-    return [(one, other) for (_, one), (_, other) in pairs]
+    number, end = np.arange(len(bands.start)), bands.last_end
+    behind = np.searchsorted(bands.start, bands.stop)  # each band: the first that starts when it has stopped
+    for i in range(0, len(number), COMPARED):
+        some, later = number[i : i + COMPARED, None], number[i : behind[i : i + COMPARED].max()]
+        share_keys = (bands.begin[later] < end[some]) & (bands.begin[some] < end[later])
+        first, other = np.nonzero((some < later) & (later < behind[some]) & share_keys)
+        first, other = first + i, other + i
+        if len(hit := np.flatnonzero(overlap(bands.some(first), bands.some(other)))):
+            names = [describe(bands, j) for j in (first[hit[0]], other[hit[0]])]
+            raise ValueError(f"slices overlap: {names[0]} and {names[1]}; no query may see a key twice")
 
 
 def describe(bands: Bands, i: int) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.plans.course import EXACT, Steps
 from ringattn.plans.plan import Plan
-from ringattn.plans.recipe import LONG, are_kept, backward_order
+from ringattn.plans.recipe import HALVES_FROM, are_kept, backward_order
 
 
 class Sizes(NamedTuple):
@@ -187,7 +187,7 @@ def of_phase(
     """The steps while a block of `held` tokens is here, whose first is of that block; in the order of backward."""
     received, sent = steps.received, steps.sent
     others = [which[1 + i] for i in largest(received[:, which[1:]])]
-    order = backward_order(which[0], others, each.ours, each.halves and each.queries >= LONG and not kept)
+    order = backward_order(which[0], others, each.ours, each.halves and each.queries >= HALVES_FROM and not kept)
     halved = len(order) > len(others) + 1
     copied = each.travel != (each.exact if each.ours else 1.0)  # to travel in another dtype
     leaving = arriving = 0 * live.now  # gradients on their way from here, and to here

@@ -24,8 +24,8 @@ from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.plans.plan import Plan
 from ringattn.steps.rank import Phase, Queries, Step, joined, places, steps_of
 
-LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
-BESIDE = 32768  # queries of a rank: backward steps of more run in turn, since a second stream's memory is its own
+HALVES_FROM = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
+SIDE_STREAM_UP_TO = 32768  # queries of a rank: steps of more run in turn, as a second stream has its own memory
 
 
 class Sight:
@@ -81,7 +81,7 @@ class Pass(NamedTuple):
     kernel: Kernel
 
     @property
-    def only(self) -> Step | None:
+    def single(self) -> Step | None:
         """The only step, if there is only one and nothing travels."""
         return self.steps[0] if len(self.steps) == 1 else None
 
@@ -128,7 +128,7 @@ class Recipe:
         return kv_heads_of_a_rank(self.shape.kv_heads, self.plan.ulysses) < self.groups
 
     @property
-    def narrow(self) -> bool:
+    def low_precision(self) -> bool:
         """Whether gradients travel in the dtype of the inputs."""
         return self.plan.transport.grads == "input"
 
@@ -146,8 +146,8 @@ class Recipe:
         parted = self.gathers or kernel.load().parted
         if self.keeps:
             steps = self.forward.steps
-        elif not parted and self.plan.tokens.shard_len <= BESIDE:
-            steps = self.disjoint(steps, kernel, work=2.5, sent=2 if self.narrow else 3, visits=8)
+        elif not parted and self.plan.tokens.shard_len <= SIDE_STREAM_UP_TO:
+            steps = self.disjoint(steps, kernel, work=2.5, sent=2 if self.low_precision else 3, visits=8)
         phases = (list(of_phase) for _, of_phase in groupby(steps, key=lambda step: id(step.phase)))
         return Pass(tuple(step for of_phase in phases for step in self.in_backward(of_phase, parted)), kernel)
 
@@ -171,7 +171,7 @@ class Recipe:
     @property
     def room(self) -> int:
         """How many times the memory of its keys and values a block takes in backward, with its gradients."""
-        return 1 if self.narrow else 4
+        return 1 if self.low_precision else 4
 
     def steps(self, times: int) -> tuple[Step, ...]:
         """The steps of a pass in which a block takes so many times the memory of its keys and values."""
@@ -243,11 +243,11 @@ class Recipe:
         """A phase's steps in their order; the halves of home have half of the heads each."""
         home, *others = steps
         if home.queries:  # the other step runs beside it, or before it
-            in_turn = self.keeps and self.plan.tokens.shard_len > BESIDE
+            in_turn = self.keeps and self.plan.tokens.shard_len > SIDE_STREAM_UP_TO
             return (replace(others[0], side=False), home) if in_turn else tuple(steps)
         heads, kv_heads = self.heads
         half = kv_heads // 2
-        halves = self.plan.tokens.shard_len >= LONG and bool(half and home.where) and not self.keeps
+        halves = self.plan.tokens.shard_len >= HALVES_FROM and bool(half and home.where) and not self.keeps
         order = backward_order(home, others, parted, halves)
         if len(order) > len(steps):
             middle = half * (heads // kv_heads)
@@ -333,13 +333,13 @@ class Recipe:
 
     def lines(self) -> Iterator[str]:
         yield from self.head(f"ring rank {self.rank}")
-        grads = self.dtype if self.narrow else self.wide
+        grads = self.dtype if self.low_precision else self.wide
         passes = [("forward", self.forward, f"keys and values travel in {self.dtype}")]
         if self.gradients:
             what = "the same" if not self.keeps else "those of forward are kept"
             passes.append(("backward", self.backward, f"{what}, and their gradients in {grads}"))
         for name, pass_, what in passes:
-            travels = f"; {what}" * (pass_.only is None or self.gathers)
+            travels = f"; {what}" * (pass_.single is None or self.gathers)
             yield f"{name}: kernel {pass_.kernel.name}{travels}"
             for i, step in enumerate(pass_.steps, start=1):
                 yield f"  step {i}: {line_of(step)}"
@@ -357,7 +357,7 @@ def see_mostly_own(spec: AttentionSpec, docs: Docs | None, batch: int, shard: in
 
 def are_kept(held: int, arriving: int) -> bool:
     """Whether so many keys that arrive may be kept: long ranks keep fewer than they hold."""
-    return held <= BESIDE or arriving < held
+    return held <= SIDE_STREAM_UP_TO or arriving < held
 
 
 def backward_order(home: Any, others: Sequence[Any], parted: bool, halves: bool) -> list[Any]:

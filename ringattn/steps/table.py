@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringattn.masks.crossing import within
 from ringattn.steps.reads import Reads
 
 Row = np.ndarray
@@ -126,10 +127,6 @@ class Table:
         """The first step of the next phase; `count` if there is none."""
         return np.append(self.first, self.count)[self.phase(step) + 1]
 
-    def owner(self, rank: int, phase: int) -> int:
-        """The block that a rank holds."""
-        return int(rank - self.distances[phase] * self.size) % self.ring
-
 
 def build(reads: Reads, hosts: int = 1, together: int = 1) -> Table:
     """The table for what is read; a step brings no rank more tokens than `together` blocks have."""
@@ -140,17 +137,17 @@ def build(reads: Reads, hosts: int = 1, together: int = 1) -> Table:
     def read(d: int) -> Row:
         return reads.tokens[host * size + place, (host - other) % hosts * size + (place - d) % size]
 
-    within = grouped(read, size, length, together)
+    numbers = grouped(read, size, length, together)
     away = (reader // size - block // size) % hosts
     distances = np.flatnonzero(np.bincount(np.append(away, 0)))
-    busy = 1 + within.max(2)[:, distances]
+    busy = 1 + numbers.max(2)[:, distances]
     first = np.cumsum(busy.max(0)) - busy.max(0)
     count = int(busy.max(0).sum())
 
     first_of = np.full(hosts, -1)
     first_of[distances] = first
     apart = reader % size - block % size
-    step = first_of[away] + within[reader // size, away, apart + size * (apart < 0)]
+    step = first_of[away] + numbers[reader // size, away, apart + size * (apart < 0)]
     when = np.full((ring, ring), -1, np.int32)
     when[reader, block] = step
 
@@ -163,7 +160,7 @@ def build(reads: Reads, hosts: int = 1, together: int = 1) -> Table:
     of, a, b, hops = travelling(block, begin, end, np.searchsorted(distances, away), length)
     after = np.append(first[1:], count)  # [phase]: the step behind its last one
     last = Transfers(after[hops], 0 * of + count, holder(of, hops), of, of, a, b)
-    i, phase = np.repeat(np.arange(len(of)), hops), counted(hops) + 1
+    i, phase = np.repeat(np.arange(len(of)), hops), within(hops) + 1
     i, phase = (x[np.lexsort((i, phase))] for x in (i, phase))
     hop = Transfers(first[phase - 1], first[phase], holder(of[i], phase - 1), holder(of[i], phase), of[i], a[i], b[i])
     return Table(ring, hosts, length, distances, first, count, busy, when, within_host, touching(hop), touching(last))
@@ -178,15 +175,15 @@ def grouped(read: Callable[[int], Row], size: int, length: int, together: int) -
     """
     coming = 0 * read(0)
     before, number = coming + length, np.zeros(coming.shape[:2], np.int32)
-    within = np.zeros((*number.shape, size), np.int32)
+    numbers = np.zeros((*number.shape, size), np.int32)
     for d in range(1, size):
         more = read(d)
         full = (coming + more > np.minimum(together * length, 3 * before)).any(2)
         new = more.any(2) & (full | (number == 0))  # begins a step
         before = before + coming * new[..., None]
         coming = coming * ~new[..., None] + more
-        number = within[..., d] = number + new
-    return within
+        number = numbers[..., d] = number + new
+    return numbers
 
 
 def travelling(block: Row, begin: Row, end: Row, phase: Row, length: int) -> tuple[Row, Row, Row, Row]:
@@ -199,15 +196,10 @@ def travelling(block: Row, begin: Row, end: Row, phase: Row, length: int) -> tup
     edges = np.unique(ends)
     low, high = np.searchsorted(edges, ends)
     n, hops = high - low, np.zeros(max(0, len(edges) - 1), np.int64)
-    np.maximum.at(hops, np.repeat(low, n) + counted(n), np.repeat(phase, n))
+    np.maximum.at(hops, np.repeat(low, n) + within(n), np.repeat(phase, n))
     some = np.flatnonzero(hops)
     of, a = np.divmod(edges[some], length + 1)
     return of, a, edges[some + 1] - edges[some] + a, hops[some]
-
-
-def counted(counts: Row) -> Row:
-    """0, 1, ... counts[i] - 1 for each i, one after the other."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def touching(rows: Transfers) -> Transfers:
@@ -215,9 +207,3 @@ def touching(rows: Transfers) -> Transfers:
     apart = ~np.logical_and.reduce([x[1:] == x[:-1] for x in rows[:5]] + [rows.begin[1:] == rows.end[:-1]])
     head, tail = (np.append(*x)[: len(rows.block)] for x in ((True, apart), (apart, True)))
     return rows.some(head)._replace(end=rows.end[tail])
-
-
-def of_steps(table: Table, rank: Row, step: Row, amount: Row) -> Row:
-    """[rank, step]: the sums of amounts."""
-    sums = np.bincount(rank * table.count + step, amount, table.ring * table.count)
-    return sums.astype(np.int64).reshape(table.ring, table.count)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringattn.check.arguments import of_arguments, of_arrays, warn_of_exchanged
+from ringattn.check.arguments import of_arguments, of_arrays
 from ringattn.kernels import BY_NAME
 from ringattn.kernels.intervals import Intervals
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -41,7 +41,8 @@ class Call:
     def __init__(self, recipe: Recipe, device: torch.device, lse: bool):
         mask, plan = recipe.mask, recipe.plan
         self.recipe, self.plan, self.docs, self.device = recipe, plan, mask.docs, device
-        self.shape, self.groups, self.gathers, self.narrow = recipe.shape, recipe.groups, recipe.gathers, recipe.narrow
+        self.shape, self.groups, self.gathers = recipe.shape, recipe.groups, recipe.gathers
+        self.narrow = recipe.low_precision  # gradients travel in the dtype of the inputs
         self.gradients, self.keeps, self.shares = recipe.gradients, recipe.keeps, recipe.shares
         self.ring, self.ulysses = plan.ring_axis, plan.ulysses_axis
         self.keeps_heads = self.ulysses.size == 1 and self.groups == 1  # whether no heads are exchanged
@@ -64,7 +65,7 @@ class Call:
         return self.ready(self.recipe.backward)
 
     def ready(self, pass_: Pass) -> Bound:
-        spec, only = self.recipe.mask.spec, pass_.only
+        spec, only = self.recipe.mask.spec, pass_.single
         families = any(step.where is not None and step.where.also for step in pass_.steps)
         kernel = score_with(pass_.kernel, spec.scale_for(self.shape.head_dim), spec.softcap, families)
         return Bound(pass_.steps, kernel, only.where if only else None)
@@ -129,7 +130,6 @@ def make(
     bits = plan.deterministic or torch.are_deterministic_algorithms_enabled()
     words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept, deterministic=bits)
     agree.agree(plan, words, problem, has_of(q, keep))
-    warn_of_exchanged(q, stacklevel=6)  # of the line that calls ringattn.attention
     recipe = recipe_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients, keep)
     refused = recipe.refused()
     if plan.kernel != "auto":  # one rank alone may lack a package, or have an older GPU

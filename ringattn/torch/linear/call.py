@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringattn.check.arguments import of_arguments, of_arrays, of_returned, warn_of_exchanged
+from ringattn.check.arguments import of_arguments, of_arrays, of_returned
 from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
@@ -152,7 +152,6 @@ def make(
     """Check a call of a new kind, compare it with the other ranks, and cache it."""
     if wrong := of_types(x, plan, docs, check, return_state):
         agree.refuse(wrong, plan)
-    warn_of_exchanged(x.q, stacklevel=6)  # of the line that calls ringattn.linear_attention
     looks = x.q.device.type == "cpu" if check is None else check
     wrong = problem(x, plan, docs, scale, kernel, scan)
     wrong = wrong or (looks and of_numbers(x, real_tokens(plan, docs, x.q.device))) or None
