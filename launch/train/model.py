@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ringattn.conf.schema import Model
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
-from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
-from ringattn.models.recompute import keep_attention
+from ringattn.models.pieces import LOGITS, in_pieces, keep_attention, tokens_at_once
 from ringattn.plans.plan import Plan
 
 # Kept beside attention if only pointwise work is recomputed: what travelled, and matrix products.

@@ -1,7 +1,6 @@
 """Modules with the names and signatures of other libraries: one changed import.
 
-ring_flash_attn.py      the functions of ring_flash_attn
-hf_flash_attn.py        its substitute for transformers' flash_attention_2
+ring_flash_attn.py      the functions of ring_flash_attn, and its substitute for transformers' flash_attention_2
 yunchang.py             the modules of yunchang
 process_groups.py       plans over a process group instead of a mesh
 """

@@ -1,4 +1,4 @@
-"""Apply a function of single tokens to a few tokens at a time, so that intermediate results stay small.
+"""Recomputation: functions of single tokens for a few tokens at a time, and layers without their attention.
 
 Backward computes each piece again. Where a whole layer is recomputed (torch.utils.checkpoint), that recomputation ends
 before it comes here, if nothing after this function is kept for backward: a piece runs twice in all, not three times.
@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ringattn.torch.attention.compiled
+import ringattn.torch.linear.compiled  # noqa: F401 (their ops are named below)
 
 LOGITS = 2**28  # the most logits at a time
 
@@ -119,3 +122,18 @@ def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 def autocast_of(kind: str) -> Callable[[], AbstractContextManager[Any]]:
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype, enabled, torch.is_autocast_cache_enabled())
+
+
+def keep_attention(*others: Any) -> Any:
+    """The `context_fn` of torch's checkpoint with which backward recomputes everything but attention.
+
+    The work of attention grows with the square of the length; what is kept of it is as large as a layer's input.
+    `others` are further ops whose results are kept.
+    """
+    ours = torch.ops.ringattn
+    kept = {ours.attention.default, ours.linear_attention.default, *others}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -5,7 +5,7 @@ from ringattn.models.hf.generate import RanksCache
 from ringattn.models.hf.memory import in_pieces
 from ringattn.models.hf.model import plan_of, prepare, prepared, unprepare, whole
 from ringattn.models.hf.trainer import OverRanks
-from ringattn.models.recompute import keep_attention
+from ringattn.models.pieces import keep_attention
 
 __all__ = [
     "OverRanks", "RanksCache", "in_pieces", "keep_attention", "over_ranks", "plan_of", "prepare", "prepared",
