@@ -42,16 +42,14 @@ def prepare(
     model(input_ids, labels=, attention_mask=, position_ids=) gives `loss`, the mean over the real tokens of all
     ranks, and `logits` [B, t, V] of this rank's tokens (`hf.whole(model, logits)` joins them; with labels, rows that
     are packed or padded are dealt out as one row without padding, unless a plan names another layout). Its gradients
-    are this rank's share: sum them over ranks, or set `averaged` for what averages them over all ranks, as DDP and FSDP
-    do. With `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep` gives the logits of those tokens,
-    of the last n or at given positions, on every rank. `attention_mask` [B, T] marks padding on either side;
-    `position_ids` that start again mark packed documents; `docs`, a ringattn.Docs of the whole sequences, describes
-    them instead, with prefixes or as trees, where a label is what the token before it along its branch predicts. `over`
-    are further axes to average over (a data axis), or
-    their names in the mesh. Another length than the plan's is spread in the same way. Within peft's adapters or
+    are this rank's share: sum them over ranks, or set `averaged` for what averages them, as DDP and FSDP do. With
+    `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep`, a number or positions, gives the logits of
+    these tokens on every rank. `attention_mask` [B, T] marks padding on either side, `position_ids` that start again
+    packed documents; `docs`, a ringattn.Docs of the whole sequences, describes them instead, with prefixes or as trees.
+    `over` are further axes to average over (a data axis), or their names in the mesh. Within peft's adapters or
     torch.compile, the inner model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of
-    its config, so others made from that do not change. Token ids and labels are compared between the ranks of the plan,
-    at first and then now and then, unless `compare` is False.
+    its config. Token ids and labels are compared between the ranks of the plan, at first and then now and then, unless
+    `compare` is False.
     """
     bare = inner(model)
     source = source_of(plan, axes, seq_len)
