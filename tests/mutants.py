@@ -6,7 +6,6 @@ promise that no test keeps. What cannot be seen from outside (a sum in another o
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -163,12 +162,12 @@ MUTANTS = (
 def main(words: list[str]) -> int:
     """Run the mutants whose names hold one of the words, or all; the exit status is 1 if one survives."""
     chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
-    import torch  # once, before every fork  # noqa: F401
-
     with tempfile.TemporaryDirectory() as folder:
-        tree = copied(Path(folder))
-        every = list(dict.fromkeys(t for m in chosen for t in m.tests))
-        status, output = tests_in(tree, every, stop=False)
+        tree = Path(folder) / "tree"
+        shutil.copytree(
+            ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__")
+        )
+        status, output = tests_in(tree, list(dict.fromkeys(t for m in chosen for t in m.tests)), 20 * LIMIT)
         if status:
             print(f"the tests fail without any change:\n{output}")
             return 1
@@ -177,69 +176,33 @@ def main(words: list[str]) -> int:
     return int(bool(bad))
 
 
-def copied(folder: Path) -> Path:
-    """A copy of what git tracks and of new files, with its links."""
-    names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, check=True, text=True,
-    ).stdout.split("\0")  # fmt: skip
-    for name in filter(None, names):
-        source, target = ROOT / name, folder / name
-        if source.is_symlink() or source.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target, follow_symlinks=False)
-    return folder
-
-
 def noticed(tree: Path, mutant: Mutant) -> bool:
     """Whether the mutant's tests fail; the tree is as it was afterwards."""
-    path = tree / mutant.file
+    path, begun = tree / mutant.file, time.perf_counter()
     source = path.read_text()
     if source.count(mutant.old) != 1:
         print(f"STALE     {mutant.name}: {mutant.file} has {mutant.old!r} {source.count(mutant.old)} times")
         return False
-    begun = time.perf_counter()
     path.write_text(source.replace(mutant.old, mutant.new))
-    try:
-        status, output = tests_in(tree, list(mutant.tests), stop=True)
-    finally:
-        path.write_text(source)
+    status, output = tests_in(tree, list(mutant.tests), LIMIT)
+    path.write_text(source)
     failed = [line.split(" - ")[0].removeprefix("FAILED tests/") for line in output.splitlines() if "FAILED " in line]
-    good = status == 1 and bool(failed)
+    good, seconds = status == 1 and bool(failed), time.perf_counter() - begun
     how = failed[0] if good else f"exit status {status}" if status else mutant.file
-    print(
-        f"{'noticed' if good else 'SURVIVES'}  {mutant.name} ({time.perf_counter() - begun:.0f} s): {how}", flush=True
-    )
+    print(f"{'noticed' if good else 'SURVIVES'}  {mutant.name} ({seconds:.0f} s): {how}", flush=True)
     return good
 
 
-def tests_in(tree: Path, tests: list[str], stop: bool) -> tuple[int, str]:
-    """pytest's exit status and what it printed, in a fork that has torch already; -1 where it takes too long."""
-    output = tree / "output.txt"
-    child = os.fork()
-    if child == 0:
-        os.setpgid(0, 0)
-        with output.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        os.chdir(tree)
-        sys.dont_write_bytecode = True  # a file of the same size in the same second looks unchanged
-        sys.path[0] = str(tree)
-        os.environ["PYTHONPATH"] = str(tree)
-        import pytest
-
-        options = ["--no-header", "-rf", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow", *["-x"] * stop]
-        status = int(pytest.main([*options, *(f"tests/{t}" for t in tests)]))
-        sys.stdout.flush()
-        os._exit(status)
-    for _ in range((1 if stop else len(tests)) * LIMIT * 10):
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status), output.read_text()[-4000:]
-        time.sleep(0.1)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -1, output.read_text()[-4000:]
+def tests_in(tree: Path, tests: list[str], limit: float) -> tuple[int, str]:
+    """pytest's exit status and what it printed; -1 where it takes too long."""
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "--no-header", "-rf", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-m", "not slow", *(f"tests/{t}" for t in tests)]
+    given = {**os.environ, "PYTHONPATH": str(tree)}
+    try:
+        done = subprocess.run(command, cwd=tree, env=given, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return -1, ""
+    return done.returncode, done.stdout[-4000:]
 
 
 if __name__ == "__main__":
