@@ -3,7 +3,6 @@
 import pickle
 from dataclasses import replace
 from itertools import pairwise
-from sys import setprofile
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
@@ -141,29 +139,6 @@ def test_families_are_hardly_more_than_the_intervals_of_a_query():
     np.testing.assert_array_equal(seen, (at <= at[:, None]) & (at[:, None] < stops))
     intervals = (np.diff(seen, prepend=0, axis=1) > 0).sum(1).max()
     assert intervals <= len(results) < 1.1 * intervals
-
-
-def calls_to_plan(count: int) -> int:
-    """The Python calls of a plan for so many slices, each of other queries over any keys, and of its schedule."""
-    random, calls = np.random.default_rng(0), []
-    edges = np.append(0, np.sort(random.choice(np.arange(1, 2**17), count, replace=False)))
-    keys = np.sort(random.integers(0, 2**17, (count, 2)), 1)
-    kinds = random.choice(KINDS, count).tolist()
-    target = elsewhere("cuda", [(8, 1)], gpus=8)
-    setprofile(lambda frame, event, arg: calls.append(event) if event == "call" else None)
-    try:
-        mask = Slices.from_slices(np.stack([edges[:-1], edges[1:]], 1), keys, kinds, 2**17)
-        plan = ra.plan(target, seq_len=2**17, mask=mask, layout="zigzag", heads=(8, 2), head_dim=128)
-        reads_of(Mask(plan, AttentionSpec(), mask))
-    finally:
-        setprofile(None)
-    return len(calls)
-
-
-def test_planning_takes_no_python_a_slice():
-    calls_to_plan(10)  # imports
-    few, many = calls_to_plan(200), calls_to_plan(2000)
-    assert many < 2 * few
 
 
 @pytest.mark.parametrize("case", NEW, ids=lambda case: case.name)

@@ -251,40 +251,6 @@ def test_a_causal_zigzag_step_brings_half_a_block_where_only_that_is_seen():
     assert [tokens for _, _, tokens in sent(case, "direct")] == [(24, 48), (32, 40), (40, 32), (48, 24)]
 
 
-def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
-    """Where one call makes all gradients: the work at home comes last."""
-    events = {}
-
-    def noting(what, function):
-        def noted(*args, **options):
-            events.setdefault(threading.get_ident(), []).append(what or options.get("what") or args[2])
-            return function(*args, **options)
-
-        return noted
-
-    def watched(*args):
-        score = score_with(*args)
-        return score._replace(backward=noting("work", score.backward))
-
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel="sdpa_cpu", strategy="ring")
-        assert plan.layout == "zigzag"
-        plan.ring_axis.move = noting("", plan.ring_axis.move)  # by its purpose
-        q, k, v = (plan.shard(x).requires_grad_() for x in given)
-        ra.attention(q, k, v, plan).sum().backward()
-        happened = list(events[threading.get_ident()])
-        return [plan.unshard(x.grad) for x in (q, k, v)], happened
-
-    monkeypatch.setattr("ringattn.torch.attention.call.score_with", watched)
-    given = [torch.randn(1, 64, h, 8) for h in (8, 2, 2)]
-    leaves = [x.clone().requires_grad_() for x in given]
-    ra.attention(*leaves).sum().backward()
-    for grads, (*_, before, last) in run(one_rank, ring=4):
-        assert before == "gradients of step 3 of 4" and last == "work"
-        for result, leaf in zip(grads, leaves, strict=True):
-            torch.testing.assert_close(result, leaf.grad, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("kernel", ["tiled", "sdpa_cpu"])
 @pytest.mark.parametrize("sinks", [None, torch.zeros(4)])
 def test_only_the_last_partial_is_rounded_or_one_that_its_kernel_rounds(kernel, sinks, monkeypatch):

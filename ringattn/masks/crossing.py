@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringattn.masks.numeric import Row
+
 KINDS = "full", "causal", "inverse", "both"  # of slices
-Row = np.ndarray  # int64 [n], or [rows, n] where the rows of a batch differ
 
 
 class Bands(NamedTuple):

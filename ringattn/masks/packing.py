@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.masks.numeric import are_counts, rows_of, untraced
-
-Row = np.ndarray
+from ringattn.masks.numeric import Row, are_counts, rows_of, untraced
 
 
 def spans_in(starts: Row, counts: list[int], prefix: Any, spans: Any) -> Row | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,13 +48,6 @@ class Queries(NamedTuple):
     see: bool
 
 
-class Sight(Protocol):
-    """The keys that one ring rank's queries see."""
-
-    def at(self, keys: Shard, queries: Queries | None = None) -> Any:
-        """The intervals of these queries, by default all, among these keys; None if they see none."""
-
-
 Part = tuple[int, Shard]  # keys that lie one after the other: the rank from which they come, and their positions
 
 
@@ -72,7 +65,7 @@ class Step:
     queries: Queries | None = None  # that are computed, if all of their keys are in this step; None: all
     heads: tuple[slice, slice] | None = None  # the query and the key heads that are computed; None: all
     side: bool = False  # whether it runs on the side stream, beside the step before it
-    sight: Sight | None = field(default=None, repr=False)
+    sight: Any = field(default=None, repr=False)  # whose `at` gives the intervals of queries among keys
 
     @cached_property
     def keys(self) -> Shard:
@@ -120,7 +113,7 @@ class Step:
         return replace(self, parts=parts, receive=receive, own=own, own_at=at.get(rank, ()), queries=queries, side=True)
 
 
-def steps_of(table: Table, shards: Sequence[Shard], rank: int, sight: Sight | None = None) -> tuple[Step, ...]:
+def steps_of(table: Table, shards: Sequence[Shard], rank: int, sight: Any = None) -> tuple[Step, ...]:
     """The steps of one rank: those of its host that are not empty. `shards` are the positions of every block."""
     steps = []
     for p, phase in enumerate(phases(table, rank)):
@@ -134,7 +127,7 @@ def steps_of(table: Table, shards: Sequence[Shard], rank: int, sight: Sight | No
 
 
 def reading(
-    table: Table, shards: Sequence[Shard], phase: Phase, rank: int, number: int, sight: Sight | None
+    table: Table, shards: Sequence[Shard], phase: Phase, rank: int, number: int, sight: Any
 ) -> Step:  # fmt: skip
     """A step with keys of other ranks of the host, the nearest first."""
     size, blocks = table.size, np.flatnonzero(table.when[rank] == number).tolist()
