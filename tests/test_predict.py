@@ -24,7 +24,7 @@ from ringattn.plans import machine as machines
 from ringattn.plans.candidates import hosts_of_ring
 from ringattn.plans.cost import Shape
 from ringattn.plans.course import Ring, course
-from ringattn.plans.footprint import Live, Sizes, ringed
+from ringattn.plans.footprint import Live, Sizes, replay_ring
 from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.plans.plan import Plan
 from ringattn.plans.predict import Rates, predict
@@ -152,7 +152,7 @@ def test_memory_of_a_ring_is_what_its_loop_allocates(hosts, layout, given):
     live = Live(np.zeros(8))
     sizes = Sizes(length, length, q=128, out=128, kv=64, full=256, rows=0, exact=2, travel=2, halves=False,
                   kernel="triton", ours=True, mostly_own=False)  # fmt: skip
-    ringed(live, sizes, course(Ring(plan.tokens, plan.tokens, spec, None, hosts, 8), together))
+    replay_ring(live, sizes, course(Ring(plan.tokens, plan.tokens, spec, None, hosts, 8), together))
     assert live.most.max() == max(allocated), (live.most, allocated)
 
 

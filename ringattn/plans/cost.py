@@ -62,19 +62,19 @@ def queries_seeing(
     layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None, ranks: np.ndarray
 ) -> np.ndarray:  # fmt: skip
     """[first or stop, rank, block]: between which of its queries some of a ranks's see some of a block."""
-    table, held, length, ring = ranges(layout).of(ranks), ranges(key_layout), layout.shard_len, key_layout.ring
+    table, blocks, length, ring = ranges(layout).of(ranks), ranges(key_layout), layout.shard_len, key_layout.ring
     between = np.array([np.full((len(ranks), ring), length), np.zeros((len(ranks), ring), int)])
     bands = all_bands(spec, layout.length, key_layout.length, docs)
     at, which, first, last = overlaps(table, bands.start, bands.stop)
     band, far = bands.some(at), first - bands.start[at]
     begin, end = band.begin + band.lean * far, band.end + band.rise * far  # of the run's first query
-    run, block_range, *_ = overlaps(held, begin, end + band.rise * (last - first))
-    low = np.where(band.rise[run] > 0, np.maximum(held.starts[block_range] - end[run] + 1, 0), 0)
-    high = np.where(band.lean[run] > 0, held.stops[block_range] - begin[run] - 1, length * ring)
+    run, block_range, *_ = overlaps(blocks, begin, end + band.rise * (last - first))
+    low = np.where(band.rise[run] > 0, np.maximum(blocks.starts[block_range] - end[run] + 1, 0), 0)
+    high = np.where(band.lean[run] > 0, blocks.stops[block_range] - begin[run] - 1, length * ring)
     step, run_first = table.steps[0], (table.offsets - table.starts)[which]
     if step > 1:  # of stripes all are between the first and the last
         run_first, first, last, low, high = 0 * first, 0 * first, 0 * last + length - 1, 0 * low, 0 * high + length
-    cell = table.owners[which][run], held.owners[block_range]
+    cell = table.owners[which][run], blocks.owners[block_range]
     np.minimum.at(between[0], cell, (run_first + first)[run] + low)
     np.maximum.at(between[1], cell, run_first[run] + np.minimum(last[run], first[run] + high) + 1)
     return between
@@ -146,15 +146,18 @@ def heads_of_group(heads: int, kv_heads: int, ulysses: int, groups: int) -> tupl
     return heads // ulysses // groups, max(1, kv_heads_of_a_rank(kv_heads, ulysses) // groups)
 
 
-def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple[int, int]) -> int:
-    """The bytes that a rank sends in forward and no step hides: Ulysses' exchanges both ways, and gathered keys.
+def of_heads(shape: Shape, ulysses: int, local: tuple[int, int]) -> tuple[int, int]:
+    """The bytes of a rank's queries with their results, and of its keys and values, whose heads Ulysses exchanges.
 
-    `local` is how many tokens of the queries and of the keys a rank holds.
+    `local` is how many tokens of the queries and of the keys a rank holds. Key heads are repeated so that they divide.
     """
-    kv_heads = shape.kv_heads * replicas(shape.kv_heads, ulysses)
-    block = shape.kv_bytes(local[1], kv_heads)
-    swap = (shape.q_bytes(local[0]) + block) * (ulysses - 1) // ulysses
-    return swap + (ring - 1) * block * (strategy == "gather")
+    return shape.q_bytes(local[0]), shape.kv_bytes(local[1], shape.kv_heads * replicas(shape.kv_heads, ulysses))
+
+
+def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple[int, int]) -> int:
+    """The bytes that a rank sends in forward and no step hides: Ulysses' exchanges both ways, and gathered keys."""
+    queries, keys = of_heads(shape, ulysses, local)
+    return (queries + keys) * (ulysses - 1) // ulysses + (ring - 1) * keys * (strategy == "gather")
 
 
 MAX_GROUPS = 4

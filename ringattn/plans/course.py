@@ -8,7 +8,7 @@ Plain numpy.
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,8 +52,8 @@ class Cells(NamedTuple):
     step: Row
     pairs: Row
 
-
-Rows = TypeVar("Rows", Cells, Transfers)
+    def some(self, rows: Row) -> "Cells":
+        return Cells(*(x[rows] for x in self))
 
 
 class Steps:
@@ -148,25 +148,15 @@ class OfTable(Steps):
         phase = table.phase(np.arange(table.count))
         self.taken = (np.arange(table.count) - table.first[phase] < table.busy[:, phase]).repeat(table.size, 0)
         reader, block = np.nonzero(table.when >= 0)
-        self.cells = in_order(Cells(reader, block, table.when[reader, block], pairs[reader, block]), "step")
-        self.reads = in_order(table.reads, "needed_at")
-        self.hops, self.homes = in_order(table.hops, "needed_at"), in_order(table.homes, "send_at")
+        cells = Cells(reader, block, table.when[reader, block], pairs[reader, block])
+        reads, hops, homes = table.reads, table.hops, table.homes
 
-    def met(self, begin: int, end: int) -> tuple[Cells, Transfers]:
-        return self.cells(begin, end), self.reads(begin, end)
+        def within(steps: Row, begin: int, end: int) -> Row:
+            return (begin <= steps) & (steps < end)
 
-
-def in_order(rows: Rows, name: str) -> Callable[[int, int], Rows]:
-    """A function of begin and end: those rows whose column of this name has numbers in [begin, end)."""
-    order, kind = np.argsort(getattr(rows, name), kind="stable"), type(rows)
-    rows = kind(*(x[order] for x in rows))
-    column = getattr(rows, name)
-
-    def some(begin: int, end: int) -> Rows:
-        at = slice(*np.searchsorted(column, (begin, end)))
-        return kind(*(x[at] for x in rows))
-
-    return some
+        self.met = lambda *span: (cells.some(within(cells.step, *span)), reads.some(within(reads.needed_at, *span)))
+        self.hops = lambda *span: hops.some(within(hops.needed_at, *span))
+        self.homes = lambda *span: homes.some(within(homes.send_at, *span))
 
 
 class OfWholeBlocks(Steps):

@@ -113,15 +113,15 @@ def peak(plan: Plan, shape: Shape, steps: Steps, kernel: str, low_precision: boo
     if plan.ulysses > 1:  # what entered is kept
         given += groups * n * (each.q + each.out) + (1 if shared else groups) * keys * each.kv
     if plan.strategy == "gather" and plan.ring > 1:
-        return given + gathered(each, plan.ring, groups, not plan.keys.tokens.in_order)
+        return given + gather_peak(each, plan.ring, groups, not plan.keys.tokens.in_order)
     live = Live(np.zeros(len(steps.readers)))
-    ringed(live, each, steps)
+    replay_ring(live, each, steps)
     most = float(live.most.max())
-    return given + (most if plan.ulysses == 1 else exchanged(each, plan.ulysses, groups, most, shared))
+    return given + (most if plan.ulysses == 1 else ulysses_peak(each, plan.ulysses, groups, most, shared))
 
 
 def bound(plan: Plan, shape: Shape, steps: Steps) -> float:
-    """More than `peak` for any kernel: no tensor of queries, own keys or the keys of a step is held as often.
+    """More than `peak` for any kernel: no tensor of queries, own keys or the keys of a step is allocated as often.
 
     A library may hold keys, and their gradients, for every query head.
     """
@@ -131,7 +131,7 @@ def bound(plan: Plan, shape: Shape, steps: Steps) -> float:
     return 8.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads)) + 3.0 * repeated
 
 
-def ringed(live: Live, each: Sizes, steps: Steps) -> None:
+def replay_ring(live: Live, each: Sizes, steps: Steps) -> None:
     """Backward of one group of heads over a ring, phase by phase, as `ringattn.torch.attention.ring` carries it out."""
     of_queries, of_keys = each.queries * each.q, each.keys * each.kv
     live.take(each.prepared)
@@ -142,26 +142,26 @@ def ringed(live: Live, each: Sizes, steps: Steps) -> None:
     live.take(kept * steps.received[:, 1] * each.kv)
     dq, own = Parts(live, of_queries * each.exact, 1), Parts(live, of_keys * each.exact)
     ends, arriving = [*steps.first[1:].tolist(), steps.count], steps.received[:, steps.first]
-    held, sums, nothing = np.full(len(steps.readers), each.keys), own, 0 * live.now
+    block, sums, nothing = np.full(len(steps.readers), each.keys), own, 0 * live.now
     # keys of another rank; sums that are sent; room for those that come with a block, and come home
-    room, sent, passed_on, gone_home = nothing, nothing, nothing, nothing
+    room, sent, with_block, returning = nothing, nothing, nothing, nothing
     for p in largest(arriving):
         following = nothing if p + 1 == len(ends) else arriving[:, p + 1]
         onward = live.take(following * each.kv)
-        of_phase(live, each, steps, range(steps.first[p], ends[p]), dq, sums, held, kept)
+        replay_phase(live, each, steps, range(steps.first[p], ends[p]), dq, sums, block, kept)
         if p:
-            sums.add(passed_on)
+            sums.add(with_block)
             sums.total()
-            passed_on = live.take(following * each.kv * each.exact)
-            own.add(gone_home)
-            gone_home = live.take(steps.returned[:, ends[p] - 1] * each.kv * each.exact)
+            with_block = live.take(following * each.kv * each.exact)
+            own.add(returning)
+            returning = live.take(steps.returned[:, ends[p] - 1] * each.kv * each.exact)
             live.free(sent)
             sent = sums.nbytes
         live.free(room)
-        room, held = onward, following
-        sums = Parts(live, held * each.kv * each.exact)
+        room, block = onward, following
+        sums = Parts(live, block * each.kv * each.exact)
     live.free(sent)
-    own.add(gone_home)
+    own.add(returning)
     for nbytes, parts, share in ((of_queries, dq, 1.0), (of_keys / 2, own, 0.5), (of_keys / 2, own, 0.5)):
         live.take(nbytes)  # in the dtype of the inputs, one after the other
         live.free(parts.nbytes * share)
@@ -181,10 +181,10 @@ def largest(sizes: np.ndarray) -> list[int]:
     return [i for i in range(count) if count <= EXACT or i in some]
 
 
-def of_phase(
-    live: Live, each: Sizes, steps: Steps, which: range, dq: Parts, sums: Parts, held: np.ndarray, kept: bool
+def replay_phase(
+    live: Live, each: Sizes, steps: Steps, which: range, dq: Parts, sums: Parts, block: np.ndarray, kept: bool
 ) -> None:
-    """The steps while a block of `held` tokens is here, whose first is of that block; in the order of backward."""
+    """The steps while a block of so many tokens is here, whose first is of that block; in the order of backward."""
     received, sent = steps.received, steps.sent
     others = [which[1 + i] for i in largest(received[:, which[1:]])]
     order = backward_order(which[0], others, each.ours, each.halves and each.queries >= HALVES_FROM and not kept)
@@ -209,7 +209,7 @@ def of_phase(
         if each.ours:
             settle(steps.taken[:, s])
         work = (steps.pairs[:, s] > 0) * (0.5 if halved and local else 1.0)
-        queries, tokens = work * steps.queries[:, s], work * (held if local else received[:, s])
+        queries, tokens = work * steps.queries[:, s], work * (block if local else received[:, s])
         new = (dq.summed == 0) * work * each.queries * each.q * each.exact if each.ours else queries * each.q
         made = tokens * each.kv * (each.exact if each.ours else 1.0)
         live.free(live.take(made + new + each.beside(queries, tokens)) - made - new)
@@ -227,7 +227,7 @@ def of_phase(
     sums.add(arriving)
 
 
-def exchanged(each: Sizes, ulysses: int, groups: int, ring: float, shared: bool) -> float:
+def ulysses_peak(each: Sizes, ulysses: int, groups: int, ring: float, shared: bool) -> float:
     """The peak while heads enter, are computed, which takes `ring`, and leave.
 
     While one group is computed, the next one enters, and gradients of the one before leave.
@@ -243,7 +243,7 @@ def exchanged(each: Sizes, ulysses: int, groups: int, ring: float, shared: bool)
     return max(stages) + of_keys * each.exact * shared  # sums over the groups
 
 
-def gathered(each: Sizes, ring: int, groups: int, reorders: bool) -> float:
+def gather_peak(each: Sizes, ring: int, groups: int, reorders: bool) -> float:
     """The peak where all keys are here at once; their gradients are summed in float32 and go home a group behind."""
     every, own = each.keys * ring * each.kv, each.keys * each.kv * each.exact
     of_queries, sums, leaving = each.queries * each.q * each.exact, own * ring, own * (ring - 1)

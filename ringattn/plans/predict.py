@@ -19,7 +19,7 @@ import numpy as np
 
 from ringattn.masks.bands import work_of
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank, replicas
+from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank, of_heads
 from ringattn.plans.course import Ring, Steps, course
 from ringattn.plans.footprint import bound, peak
 from ringattn.plans.machine import Machine
@@ -126,17 +126,11 @@ def pass_of(
     # gradients travel in float32, or as the inputs; their sums in float32
     grads, sums = 1.0 if rates.low_precision or shape.itemsize > 2 else 2.0, max(1.0, 4 / shape.itemsize)
     local = gcd(ulysses, machine.gpus)
-    heads = sum(exchanged_by_heads(plan, shape)) / ulysses
+    heads = sum(of_heads(shape, ulysses, (plan.local_len, plan.keys.local_len))) / ulysses
     return Pass(
         slower * flops / rates.of(back, spec, seen), machine.launch[back], token, token * grads * back,
         token * sums * back, (heads * (local - 1), heads * (ulysses - local)),
     )  # fmt: skip
-
-
-def exchanged_by_heads(plan: Plan, shape: Shape) -> tuple[int, int]:
-    """The bytes of a rank that Ulysses exchanges: queries and their results, keys and values."""
-    kv_heads = shape.kv_heads * replicas(shape.kv_heads, plan.ulysses)
-    return shape.q_bytes(plan.local_len), shape.kv_bytes(plan.keys.local_len, kv_heads)
 
 
 def gathered_bytes(plan: Plan, machine: Machine, token: float) -> tuple[float, float]:
@@ -194,7 +188,8 @@ def one_pass(plan: Plan, shape: Shape, steps: Steps, machine: Machine, each: Pas
         within, between = ((tokens * token).sum(1).max() for tokens in steps.tokens)
     if swap := machine.inside.transfer(near, sending) + machine.between.transfer(far, sending):
         late = 2 * (machine.between.latency if far else machine.inside.latency)
-        groups, (queries, keys_too) = plan.groups_for(shape), exchanged_by_heads(plan, shape)
+        groups = plan.groups_for(shape)
+        queries, keys_too = of_heads(shape, plan.ulysses, (plan.local_len, plan.keys.local_len))
         shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < groups  # keys travel with the first group
         ends = 1 - (1 - 1 / groups) * (queries / (queries + keys_too) if shared else 1)
         seconds = max(seconds + (swap + late) * ends, swap + late + seconds / groups)

@@ -32,11 +32,6 @@ class Transport(Value):
     by: str = "auto"
     grads: str = "auto"
 
-    def __new__(cls, *args: Any, **given: Any) -> "Transport":
-        if "backward" in given:
-            raise ValueError(f"backward={given['backward']!r}: keys always travel in backward too; leave it out")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         for name in ("hosts", "together", "groups"):
             object.__setattr__(self, name, size_of(name, getattr(self, name)))
