@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import ringattn as ra
 from ringattn.launch import bench, words
@@ -172,6 +173,13 @@ def test_verify_passes_on_jax_devices_and_fails_where_out_is_off(kind, call, cap
     monkeypatch.setattr(ra, call, off)
     assert words.main(line) == 1
     assert "out is off by" in capsys.readouterr().out
+
+
+def test_an_infinity_of_the_other_sign_is_wrong():
+    x, inf = torch.tensor([1.0, -torch.inf]), float("inf")
+    assert oracle.error(x, x) == 0 and oracle.worst_row(x, x, 0.1) == 0
+    for other in (x.abs(), x.nan_to_num(neginf=0.0), x.flip(0), x * torch.nan):
+        assert oracle.error(other, x) == oracle.worst_row(other, x, 0.1) == inf
 
 
 def test_a_call_that_fails_is_repeated_by_the_line_it_prints(capsys, monkeypatch):

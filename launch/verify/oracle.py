@@ -212,7 +212,7 @@ def run(case: Case, mesh: Any, given: Named, kernel: str = "auto", plan: Any = N
 
 
 def error(result: Tensor, expected: Tensor, whole: Tensor | None = None) -> float:
-    """|result - expected| / |whole|, by default of `expected`; inf if one is infinite or NaN where the other is not."""
+    """|result - expected| / |whole|, by default of `expected`; inf where `gaps` has none."""
     gap, whole = gaps(result, expected), expected if whole is None else whole
     return float("inf") if gap is None else float(gap.norm()) / max(float(whole.nan_to_num(neginf=0.0).norm()), 1e-30)
 
@@ -227,9 +227,9 @@ def worst_row(result: Tensor, expected: Tensor, unit: float) -> float:
 
 
 def gaps(result: Tensor, expected: Tensor) -> Tensor | None:
-    """How far each element is off; None if one is infinite or NaN where the other is not."""
+    """How far each element is off; None if one is NaN, or infinite where the other is not the same infinity."""
     result, finite = result.double(), torch.isfinite(expected)
-    if result.isnan().any() or not torch.equal(torch.isfinite(result), finite):
+    if result.isnan().any() or not torch.equal(result[~finite], expected[~finite].double()):
         return None
     return torch.where(finite, result - expected, 0.0)
 
