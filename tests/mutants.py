@@ -46,7 +46,7 @@ PARTIAL = (
 )
 STATES = tuple(f"test_linear_ranks.py::test_equals_the_recurrence[4-1-zigzag-{way}]" for way in ("gather", "ring"))
 WORK = ("test_planning.py::test_work_is_counted_exactly_and_zigzag_balances_it",)
-BYTES = ("test_planning.py::test_gathered_bytes_are_the_bytes_of_the_blocks",)
+BYTES = ("test_predict.py::test_bytes_that_a_rank_receives_are_counted_exactly", "test_planning.py")
 BELOW = ("test_serving.py::test_positions_are_balanced_at_any_length_and_below_counts_them",)
 CACHE = tuple(f"test_cache_random.py::test_caches_hold_what_they_were_given[{seed}]" for seed in range(6))
 DOCUMENTS = (
@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant("home_too_early", "ringattn/steps/table.py", "last = Transfers(after[hops],",
            "last = Transfers(after[hops - 1],",
            ("test_simulation.py::test_gradients_return_by_the_link_of_the_rank_that_computed_them",)),
-    Mutant("tokens_stop_early", "ringattn/steps/table.py", "counted(hops) + 1", "np.maximum(counted(hops), 1)", ROUNDS),
+    Mutant("tokens_stop_early", "ringattn/steps/table.py", "within(hops) + 1", "np.maximum(within(hops), 1)", ROUNDS),
     Mutant("too_much_at_once", "ringattn/steps/table.py", "np.minimum(together * length, 3 * before)",
            "together * length",
            ("test_steps.py::test_a_step_brings_what_can_hide_behind_the_work_before_it",)),
@@ -145,8 +145,8 @@ MUTANTS = (
     Mutant("gradients_of_tokens_not_back", "ringattn/torch/exchange.py", "leaving.index_select(0, self.unsort)",
            "leaving.index_select(0, self.sort)", ("test_roll.py",)),
     # what a plan costs
-    Mutant("gather_costs_nothing", "ringattn/plans/cost.py", '(ring - 1) * block * (strategy == "gather")',
-           '0 * block * (strategy == "gather")', BYTES),
+    Mutant("gather_costs_nothing", "ringattn/plans/cost.py", '(ring - 1) * keys * (strategy == "gather")',
+           '0 * keys * (strategy == "gather")', BYTES),
     Mutant("rising_pairs", "ringattn/plans/cost.py", "later = count * (count - 1) // 2", "later = 0 * count",
            WORK + NEEDED),
     # JAX

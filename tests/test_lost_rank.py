@@ -189,8 +189,8 @@ HANGING = {"attention": an_attention, "mesh": a_mesh, "plan": a_plan, "stop": ag
         ("attention", {"ring": 2, "ulysses": 2}, False),
         pytest.param("attention", {"ring": 2, "ulysses": 2}, True, marks=pytest.mark.slow),
         ("mesh", {"ring": 3}, False),
-        ("plan", {"ring": 3}, False),
-        ("stop", {"ring": 3}, False),
+        pytest.param("plan", {"ring": 3}, False, marks=pytest.mark.slow),
+        pytest.param("stop", {"ring": 3}, False, marks=pytest.mark.slow),
         ("save", {"ring": 3}, True),
     ],
 )

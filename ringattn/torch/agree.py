@@ -73,11 +73,11 @@ def refuse(problem: str, plan: Any) -> NoReturn:
 
 
 def exchanged(plan: Plan, mine: Any) -> dict[Place, Any]:
-    """The small Python values of all ranks."""
-    values: Any = mine
+    """The small Python values of all ranks, each with its place: the axes of other ranks may have other sizes."""
+    values: list[Any] = [[plan.ring_axis.rank, plan.ulysses_axis.rank, mine]]
     for axis in (plan.ring_axis, plan.ulysses_axis):
-        values = axis.exchange_words(values)
-    return {(r, u): x for u, of_ring in enumerate(values) for r, x in enumerate(of_ring)}
+        values = [value for part in axis.exchange_words(values) for value in part]
+    return {(r, u): value for r, u, value in values}
 
 
 def compare_data(plan: Plan) -> None:
