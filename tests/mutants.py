@@ -46,7 +46,7 @@ PARTIAL = (
 )
 STATES = tuple(f"test_linear_ranks.py::test_equals_the_recurrence[4-1-zigzag-{way}]" for way in ("gather", "ring"))
 WORK = ("test_planning.py::test_work_is_counted_exactly_and_zigzag_balances_it",)
-BYTES = ("test_predict.py::test_bytes_that_a_rank_receives_are_counted_exactly", "test_planning.py")
+BYTES = ("test_planning.py::test_gathered_bytes_are_those_of_the_other_ranks_keys",)
 BELOW = ("test_serving.py::test_positions_are_balanced_at_any_length_and_below_counts_them",)
 CACHE = tuple(f"test_cache_random.py::test_caches_hold_what_they_were_given[{seed}]" for seed in range(6))
 DOCUMENTS = (

@@ -17,7 +17,7 @@ from ringattn import choosing
 from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
 from ringattn.layouts.layout import Layout
-from ringattn.plans.cost import seen_pairs
+from ringattn.plans.cost import Shape, exchanged, seen_pairs
 from ringattn.plans.machine import Link, load
 from ringattn.plans.plan import Plan
 from ringattn.plans.ranks import Ranks
@@ -84,6 +84,12 @@ def test_the_layout_is_chosen_for_the_documents(ranks, lengths, layout):
     plan = choosing.plan(elsewhere("cuda", [(ranks, 1)]), seq_len=docs.length, heads=(32, 8), head_dim=128, docs=docs)
     assert plan.layout == layout, plan.explain()
     assert (plan.docs is not None) == (layout == "balanced")
+
+
+def test_gathered_bytes_are_those_of_the_other_ranks_keys():
+    shape = Shape(64, 64, heads=8, kv_heads=2, head_dim=16, value_dim=8)
+    assert exchanged(shape, 4, 1, "gather", (16, 16)) == 3 * 16 * 2 * (16 + 8) * 2
+    assert exchanged(shape, 4, 1, "ring", (16, 16)) == 0  # its steps hide them
 
 
 def test_keys_of_another_length_are_planned_alike():
