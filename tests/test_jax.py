@@ -16,16 +16,12 @@ jnp = jax.numpy
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
-from ringattn.jax.attention.steps import Sight, recipe_of, score_of, tables_of  # noqa: E402
 from ringattn.kernels import select  # noqa: E402
 from ringattn.kernels.attention import reference  # noqa: E402
 from ringattn.kernels.attention.libraries import jax_cudnn  # noqa: E402
 from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
-from ringattn.kernels.partial import empty  # noqa: E402
 from ringattn.launch.verify import oracle  # noqa: E402
 from ringattn.launch.verify.cases import Case  # noqa: E402
-from ringattn.masks.bands import bounds  # noqa: E402
-from ringattn.plans.mask import Mask  # noqa: E402
 from ringattn.plans.ranks import Ranks  # noqa: E402
 from tests.cases import CASES, FEATURES  # noqa: E402
 
@@ -256,13 +252,6 @@ def test_masks_that_cudnn_has_are_few_calls(begin, end, calls, masks, dense_cudn
     assert len(found) == calls and masks == MET
 
 
-def test_the_lse_of_packed_documents_is_where_cudnn_has_it():
-    lse = jnp.arange(2 * 40 * 3.0).reshape(2, 40, 3)
-    there = jax_cudnn.padded(lse, tuple(STARTS.tolist()))
-    assert there.shape == (2 * 13, 3, 40) and (there[13 + 2, 1, :2] == lse[1, 6:8, 1]).all()
-    assert (jax_cudnn.unpadded(there, tuple(STARTS.tolist()), 2) == lse).all()
-
-
 @pytest.mark.parametrize("lse_too", [False, True])
 def test_programs_for_gpus_call_cudnn(monkeypatch, lse_too):
     """Lowered for GPUs without one: a call for each rectangle in each branch, and the work at home is not done twice.
@@ -293,50 +282,6 @@ def test_programs_for_gpus_call_cudnn(monkeypatch, lse_too):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
-def test_cudnn_computes_every_step_of_a_ring(layout):
-    """Four ranks' steps on one GPU, one after the other: bfloat16 costs no more than twice what it costs densely."""
-    case = Case("gpu", layout=layout, seq_len=1000, head_dim=128, value_dim=128, batch=1, lengths=[700, 300])
-    given = oracle.inputs(case, torch.bfloat16)
-    truth, dense = oracle.dense(case, given), oracle.dense(case, given, torch.bfloat16)
-    plan = ra.Plan(1000, 4, layout=layout, kernel="cudnn", axes=Ranks(None, None, "jax", "cuda", here=False))
-    mask, tokens = Mask(plan, case.spec, case.docs), plan.tokens
-    shards = [np.concatenate(tokens.shard(rank)) for rank in range(4)]
-    sights = [
-        Sight([tuple(jnp.asarray(x, jnp.int32) for x in bounds(case.spec, at, 1000, 1000, case.docs))], tokens, rank,
-              tables_of(mask))
-        for rank, at in enumerate(shards)
-    ]  # fmt: skip
-    whole = {n: jnp.asarray(x.float().numpy()) for n, x in given.items()}
-    q, k, v, dout = ([whole[n][:, at].astype(jnp.bfloat16) for at in shards] for n in ("q", "k", "v", "dout"))
-    score = score_of(recipe_of(q[0], k[0], v[0], mask, rectangles=True))
-    dk, dv = ([jnp.zeros(x.shape, jnp.float32) for x in k] for _ in range(2))
-    found = {n: np.zeros(x.shape, np.float32) for n, x in truth.items()}
-    for rank, at in enumerate(shards):
-        part = empty(q[rank], 128)
-        for distance in range(4):
-            source = (rank - distance) % 4
-            part = score.attend(q[rank], k[source], v[source], sights[rank].at(distance), carry=part)
-        dlse = whole["dlse"][:, at]
-        delta = (dout[rank].astype(jnp.float32) * part.out).sum(-1) - dlse
-        mine, *rows = score.prepare(q[rank], dout[rank], part.lse, delta, part.out, dlse)
-        dq = jnp.zeros(q[rank].shape, jnp.float32)
-        for distance in range(4):
-            source = (rank - distance) % 4
-            where = sights[rank].at(distance)
-            dq, more_k, more_v = score.attend_backward(mine, k[source], v[source], where, *rows, dq=dq)
-            dk[source], dv[source] = dk[source] + more_k, dv[source] + more_v
-        for name, x in (("out", part.out), ("lse", part.lse), ("dq", dq)):
-            found[name][:, at] = x
-    for name, parts in (("dk", dk), ("dv", dv)):
-        for at, x in zip(shards, parts, strict=True):
-            found[name][:, at] = x
-    for name, expected in truth.items():
-        off, allowed = (oracle.error(x, expected) for x in (torch.from_numpy(found[name]), dense[name]))
-        assert off <= 2 * allowed + 1e-5, f"{name} is off by {off:.1e}, bfloat16 densely by {allowed:.1e}"
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("name", ["causal", "docs", "many docs", "window", "softcap"])
 def test_over_gpus_equals_dense_float64(name, strategy):
@@ -352,6 +297,3 @@ def test_over_gpus_equals_dense_float64(name, strategy):
     for n, expected in truth.items():
         off, allowed = (oracle.error(x, expected) for x in (found[n], dense[n]))
         assert off <= 2 * allowed + 1e-5, f"{case}: {n} is off by {off:.1e}, bfloat16 densely by {allowed:.1e}"
-
-
-# Transformations: one small problem, and the same function with and without a plan.

@@ -215,46 +215,25 @@ def test_gradients_through_a_cache_are_refused_and_what_needs_none_is_not():
 
 
 def test_wrong_arguments_are_errors_with_a_remedy():
+    """The others are those of torch, in tests/test_cache_refusals.py."""
     q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
     cache = cache_of(k, v, ring=2)
-    plan = cache.plan
-    mine = [plan.shard(x) for x in (q, k, v)]
-    with pytest.raises(ValueError, match="decode before prefill: the cache holds"):
-        ra.decode(q, k, v, cache)
-    with pytest.raises(ValueError, match="a chunk at 3 skips positions: the rows of the cache end at"):
-        ra.prefill(*mine, plan, cache, start=3)
-    with pytest.raises(ValueError, match="move='values': choose one of auto, queries, keys"):
-        ra.prefill(*mine, plan, cache, move="values")
-    with pytest.raises(ValueError, match="the cache was allocated for another plan"):
-        ra.prefill(*mine, cache_of(k, v, ring=4).plan, cache)
-    with pytest.raises(ValueError, match="9 more tokens do not fit: rows hold up to 0 of max_len=8"):
-        cache.append(*(jnp.repeat(x[:, :1], 9, axis=1) for x in (k, v)))
-    with pytest.raises(ValueError, match="k is bfloat16, the cache float32"):
-        cache.append(k.astype(jnp.bfloat16), v)
-    with pytest.raises(ValueError, match="the rows can go back from"):
-        cache.truncate(3)
-    few = cache_of(k, v, max_len=1000).append(k, v)
-    assert jax.jit(few.truncate)(jnp.array([5, 6], jnp.int8)).lengths.tolist() == [5, 6]
+    mine = [cache.plan.shard(x) for x in (q, k, v)]
+    small = cache_of(k, v, ring=2, window=2, room=1, max_len=99, block=1)
     for call, says in [
-        (lambda: cache.append(k[:, :2], v[:, :3]), "k has 2 tokens, v 3; every new token has both"),
-        (lambda: cache.truncate(2.7), "truncate to 2.7: one whole number"),
-        (lambda: cache.fork(0), "copies=0: at least 1"),
+        (lambda: ra.decode(q, k, v, cache), "decode before prefill: the cache holds"),
+        (lambda: ra.prefill(*mine, cache.plan, cache, start=3), "a chunk at 3 skips positions"),
+        (lambda: ra.prefill(*mine, cache_of(k, v, ring=4).plan, cache), "was allocated for another plan"),
+        (lambda: ra.prefill(*mine, small.plan, small), "keeps a window of 2 keys, the spec sees window=None"),
+        (lambda: cache.append(k.astype(jnp.bfloat16), v), "k is bfloat16, the cache float32"),
+        (lambda: cache.append(*(jnp.repeat(x[:, :1], 9, axis=1) for x in (k, v))), "9 more tokens do not fit"),
+        (lambda: small.append(k, v), r"8 tokens at once do not fit beside a window of 2; allocate\(room=8\)"),
+        (lambda: cache.truncate(3), "the rows can go back from"),
+        (lambda: cache.append(k[:, :7], v[:, :7]).fork(2, max_len=3), "the rows hold up to 7 tokens already"),
         (lambda: cache_of(k, v, max_len=2**31, window=4), "max_len=2147483648: JAX counts positions in 32 bits"),
-        (lambda: ra.prefill(*mine, plan, cache, start="0"), "start='0': where the chunk begins"),
     ]:
         with pytest.raises(ValueError, match=says):
             call()
+    full = cache_of(k, v, max_len=1000).append(k, v)
+    assert jax.jit(full.truncate)(jnp.array([5, 6], jnp.int8)).lengths.tolist() == [5, 6]
     assert len(cache.fork(jnp.array(2)).lengths) == 4
-    cache = cache.append(k[:, :7], v[:, :7])
-    with pytest.raises(ValueError, match="max_len=3: the rows hold up to 7 tokens already"):
-        cache.fork(2, max_len=3)
-    new = [x[:, :1] for x in (q, k, v)]
-    with pytest.raises(ValueError, match="tree_mask: pass parents=: a tree of drafts is"):
-        ra.decode(*new, cache, tree_mask=1)
-    with pytest.raises(ValueError, match="keys=0: the most keys at once, at least 1"):
-        ra.prefill(*mine, plan, cache, keys=0)
-    small = cache_of(k, v, ring=2, window=2, room=1, max_len=99, block=1)
-    with pytest.raises(ValueError, match="the cache keeps a window of 2 keys, the spec sees window=None"):
-        ra.prefill(*mine, small.plan, small)
-    with pytest.raises(ValueError, match=r"8 tokens at once do not fit beside a window of 2; allocate\(room=8\)"):
-        small.append(k, v)
