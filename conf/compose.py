@@ -24,7 +24,7 @@ from ringattn.conf import schema
 from ringattn.conf.keys import expected, nearest, whole
 from ringattn.conf.schema import Train
 
-ALIASES = 16  # of a file: aliases of aliases make Hydra compose for minutes
+ALIASES_LIMIT = 16  # of a file: aliases of aliases make Hydra compose for minutes
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,9 +78,9 @@ def check_aliases(folder: Path | None) -> None:
     """A ValueError for a file of the user that repeats parts of itself too often."""
     for path in sorted(folder.rglob("*.yaml")) if folder else []:
         aliases = sum(isinstance(token, AliasToken) for token in scan(path.read_bytes()))
-        if aliases > ALIASES:
+        if aliases > ALIASES_LIMIT:
             raise ValueError(
-                f"{path} has {aliases} YAML aliases (*name), and at most {ALIASES} are taken; write values out"
+                f"{path} has {aliases} YAML aliases (*name), and at most {ALIASES_LIMIT} are taken; write values out"
             )
 
 

@@ -128,6 +128,17 @@ def heard(*signals: signal.Signals) -> list[signal.Signals]:
 
 
 @contextmanager
+def handling(handler: Callable[..., Any], *signals: signal.Signals) -> Iterator[dict[signal.Signals, Any]]:
+    """Meanwhile this handles those of the signals that are `heard`; gives the handlers before."""
+    before = {number: signal.signal(number, handler) for number in heard(*signals)}
+    try:
+        yield before
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def blocked(*signals: signal.Signals) -> Iterator[None]:
     """Block signals for processes started meanwhile and their children; this process receives them afterwards.
 
@@ -209,14 +220,9 @@ def work(
     try:
         if "nccl" in backend:
             torch.cuda.set_device(rank)
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(store, ranks),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout),
-            device_id=torch.device("cuda", rank) if "nccl" in backend else None,
-        )
+        gpu = torch.device("cuda", rank) if "nccl" in backend else None
+        files, patience = dist.FileStore(store, ranks), timedelta(seconds=timeout)
+        dist.init_process_group(backend, timeout=patience, store=files, rank=rank, world_size=ranks, device_id=gpu)
         for item in function(*args):
             send(pipe, "item", item)
         send(pipe, "end")

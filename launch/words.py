@@ -5,7 +5,6 @@ A command is a module with a docstring, a dataclass `Options` whose fields are i
 `main(words)`. COMMANDS and FOLDERS below list all commands.
 """
 
-import ast
 import dataclasses
 import sys
 import types
@@ -124,28 +123,21 @@ def values(words: list[str], options: type) -> dict[str, Any]:
 
 def convert(key: str, text: str, hint: Any) -> Any:
     """`text` as the field's type: int, float, bool, str, None, or a list of these written 1,2,4."""
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if type(None) in allowed and text.lower() in ("none", "null", ""):
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in kinds and text.lower() in ("none", "null", ""):
         return None
-    for kind in allowed:
+    for kind in kinds:
         origin = typing.get_origin(kind)
-        if origin in (list, tuple):
-            inner = typing.get_args(kind)[0]
-            try:
+        try:
+            if origin in (list, tuple):
+                inner = typing.get_args(kind)[0]
                 return origin(convert(key, item, inner) for item in text.strip("[]()").split(",") if item)
-            except ValueError:
-                continue
-        if kind is bool and text.lower() in ("true", "false", "1", "0", "yes", "no"):
-            return text.lower() in ("true", "1", "yes")
-        if kind is str:
-            return text
-        if kind in (int, float):
-            try:
-                value = ast.literal_eval(whole(text).replace("_", ""))
-            except (ValueError, SyntaxError):
-                continue
-            if isinstance(value, int) or (kind is float and isinstance(value, float)):
-                return kind(value)
+            if kind is bool:
+                return ("false", "0", "no", "true", "1", "yes").index(text.lower()) > 2
+            if kind in (int, float, str):
+                return kind(text if kind is str else whole(text))
+        except ValueError:
+            continue
     raise ValueError(f"{key}={text}: expected {expected(hint)}")
 
 

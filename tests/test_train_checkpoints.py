@@ -6,7 +6,6 @@ import pickle
 import resource
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ringattn.conf.schema import Train
-from ringattn.launch.train import checkpoint, configured, metrics, torchrun
-from ringattn.launch.train.trainer import work
+from ringattn.launch.train import checkpoint, metrics
 from tests.training import TINY, made, one_process, over
 
 
@@ -99,13 +96,10 @@ def test_damage_is_found_on_all_ranks_and_the_run_goes_on_from_the_newest_that_i
     assert losses["run"] == losses["whole"] and len(losses["run"]) == 5
 
 
-def test_a_broken_checkpoint_that_was_named_is_refused_with_the_older_ones_on_every_rank(run):
-    newest, older = step(run, 5), step(run, 4)
-    config = configured.resolved(dataclasses.replace(TINY, resume=str(newest)), 2)
-    (newest / "rank-00001.safetensors").write_bytes((newest / "rank-00001.safetensors").read_bytes()[:1000])
-    first, second = torchrun.local(refused, 2, "cpu", config, str(run.parent / "other"))
-    assert first == second and "\n" not in first and str(older) in first
-    assert f"{newest} cannot be read (rank-00001.safetensors is not as it was saved)" in first
+def test_a_broken_checkpoint_that_was_named_is_refused_with_the_older_ones(run):
+    (step(run, 5) / "rank-00001.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"rank-00001.safetensors is not as it was saved\).*{step(run, 4)}"):
+        checkpoint.newest([step(run, 5)])
 
 
 def test_every_byte_that_is_changed_is_noticed(run):
@@ -212,12 +206,3 @@ def test_what_is_saved_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:
     layer = nn.Linear(4, 4)
     return layer, torch.optim.AdamW(layer.parameters())
-
-
-def refused(config: Train, folder: str) -> str:
-    """What a rank says that cannot go on."""
-    try:
-        work(config, folder, time.time())
-    except ValueError as error:
-        return str(error)
-    return "nothing"

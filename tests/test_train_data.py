@@ -22,18 +22,6 @@ def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):
     assert sorted(epoch) == sorted(tuple(samples.train(3 + i).tokens) for i in range(3))
 
 
-def test_an_epochs_order_is_drawn_once(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_bytes(bytes(101))
-    samples = data.Samples(data.open_corpus(Data(path=str(tmp_path)), 256), seq_len=1, seed=5, held_out=20)
-    draw, drawn = np.random.default_rng, []
-    monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or draw(seed))
-    data.shuffled.cache_clear()
-    for number in range(160):
-        samples.train(number)
-    samples.evaluation(0)
-    assert sorted(drawn) == [(5, 0), (5, 1, 0), (5, 1, 1)]
-
-
 def test_documents_are_files_or_what_a_token_ends(tmp_path):
     for i, text in enumerate((b"abc", b"", b"de_g", b"ij")):
         (tmp_path / f"{i}.txt").write_bytes(text)

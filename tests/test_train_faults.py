@@ -79,20 +79,6 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path, undisturbed):
     assert losses(tmp_path / "run") == undisturbed
 
 
-def test_sigterm_during_the_start_ends_the_run(tmp_path):
-    process = begin(*TRAIN, *WORDS, "steps=3000", f"folder={tmp_path}", "run=run", "nproc=2")
-    wait_for(lambda: children(process.pid), process)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0, output
-    done = steps_done(tmp_path / "run")
-    assert done < 3000
-    sentence = (
-        f"stopped after step {done} of 3000" if done else "stopped before the first step; there is nothing to save"
-    )
-    assert sentence in output and "Traceback" not in output
-
-
 def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturbed, monkeypatch):
     """Once before anything was saved, when it begins again in its own folder, and once after that."""
     dies = """import os
@@ -136,16 +122,6 @@ def test_a_killed_rank_here_says_how_to_go_on(tmp_path):
     assert process.returncode == 1
     assert output.endswith(f"\ngo on with the same words and folder={tmp_path} run=run resume=auto\n"), output
     assert "rank 1: ended without a word: killed by signal 9 (SIGKILL)" in output and "Traceback" not in output
-
-
-def test_a_picture_that_cannot_be_drawn_is_reported(tmp_path, monkeypatch):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
-    words = (*WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "steps=2", "picture=true")
-    process = begin(*TRAIN, *words)
-    output = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0 and "; no picture: matplotlib cannot be imported" in output, output
-    assert not (tmp_path / "run" / "picture.svg").exists()
 
 
 def test_a_rank_that_hangs_becomes_an_error(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from ringattn.conf.schema import Cluster, Model, Train
+from ringattn.conf.schema import Model, Train
 from ringattn.launch.processes import RankError
 from ringattn.launch.train import checkpoint, metrics, trainer
 from ringattn.launch.train import start as train
@@ -45,11 +45,11 @@ def test_a_checkpoint_of_a_gpu_is_of_its_step_and_goes_on(tmp_path):
     config = dataclasses.replace(
         TINY, device="cuda", nproc=1, folder=str(tmp_path), picture=False, save_every=1, keep=9
     )
-    assert train.here(dataclasses.replace(config, run="whole")) == 0
+    assert train.local(dataclasses.replace(config, run="whole")) == 0
     whole = losses(tmp_path / "whole")
     for step in (1, 2, 4):
         path = tmp_path / "whole" / "checkpoints" / f"step-{step:08d}"
-        assert train.here(dataclasses.replace(config, run=f"from{step}", resume=str(path))) == 0
+        assert train.local(dataclasses.replace(config, run=f"from{step}", resume=str(path))) == 0
         np.testing.assert_allclose(losses(tmp_path / f"from{step}"), whole[step:], atol=1e-3)
 
 
@@ -138,14 +138,14 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
     config = dataclasses.replace(
         TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", save_every=3, steps=4, picture=False
     )
-    assert train.here(config) == 0
+    assert train.local(config) == 0
     output = capsys.readouterr()
     assert f"sequences of 96 tokens over 1 rank on cpu; writes to {tmp_path}/run\n" in output.err
     assert [p.name for p in checkpoint.numbered(tmp_path / "run" / "checkpoints")] == ["step-00000003", "step-00000004"]
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "step", "step": 8, "loss": 77.0}) + "\n")
     for more in ({}, {"run": "other", "resume": str(tmp_path / "run" / "checkpoints" / "step-00000004")}):
-        assert train.here(dataclasses.replace(config, **{"resume": "auto", **more})) == 0
+        assert train.local(dataclasses.replace(config, **{"resume": "auto", **more})) == 0
         output = capsys.readouterr().out
         assert "77.0" not in output and ("already at step 4 of 4" in output)
 
@@ -207,26 +207,21 @@ def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
 
 def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
     config = dataclasses.replace(TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", steps=2, picture=False)
-    assert train.here(config) == 0
+    assert train.local(config) == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     capsys.readouterr()
-    elsewhere = {"resume": str(tmp_path / "other" / "checkpoints" / "step-00000001")}
-    for more in ({}, elsewhere, {"cluster": Cluster(kind="ray")}):
-        if "cluster" in more:  # whose driver asks the same function
-            with pytest.raises(ValueError, match="holds a run"):
-                train.new_folder(dataclasses.replace(config, **more))
-            continue
-        assert train.here(dataclasses.replace(config, **more)) == 2
+    for more in ({}, {"resume": str(tmp_path / "other" / "checkpoints" / "step-00000001")}):
+        assert train.local(dataclasses.replace(config, **more)) == 2
         expected = f"ringattn train: {tmp_path}/run holds a run; use resume=auto to go on, or another run=NAME\n"
         assert capsys.readouterr().err == expected
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     with (tmp_path / "run" / "config.json").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # as a run does that still goes on
-        assert train.here(dataclasses.replace(config, resume="auto", steps=3)) == 2
+        assert train.local(dataclasses.replace(config, resume="auto", steps=3)) == 2
         output = capsys.readouterr().err
         assert f"another run is writing to {tmp_path}/run; wait for its end, or use another run=NAME" in output
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-    assert train.here(dataclasses.replace(config, resume="auto")) == 0
+    assert train.local(dataclasses.replace(config, resume="auto")) == 0
 
 
 def test_resume_without_a_name_is_refused(tmp_path):
@@ -238,7 +233,7 @@ def test_resume_without_a_name_is_refused(tmp_path):
 def test_restarts_of_torchrun_refuse_what_the_first_attempt_did(tmp_path):
     """A refusal is a failure for torchrun, which starts the ranks again: they must not take it for their own run."""
     run = {"nproc": 1, "device": "cpu", "folder": str(tmp_path), "run": "run", "steps": 1, "picture": False}
-    assert train.here(dataclasses.replace(TINY, **run)) == 0
+    assert train.local(dataclasses.replace(TINY, **run)) == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     words = ("model.dim=32", f"folder={tmp_path}", "device=cpu", f"data.path={SOURCES}", "run=run")
     agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")

@@ -1,7 +1,7 @@
 """Training: `ringattn train`.
 
-start.py                      the command: reads the configuration (configured.py), starts the ranks, sums up
+start.py                      the command: starts the ranks of a configuration (configured.py), sums up (report.py)
 trainer.py                    what every rank does; model.py, data.py, checkpoint.py, metrics.py serve it
 torchrun.py, ray.py           who starts ranks, here or on many nodes
-estimate.py                   the memory of a rank, counted beforehand
+estimate.py                   memory and time, counted beforehand: the dry run
 """

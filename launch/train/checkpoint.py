@@ -33,8 +33,6 @@ from ringattn.conf.schema import Train
 from ringattn.launch.train import data
 from ringattn.launch.train.metrics import echo
 
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError)  # of a JSON file of any content
-
 
 class Checkpoints:
     """The checkpoints of one run. Saving goes on while training does; at most one is being written at a time.
@@ -270,7 +268,7 @@ def damage(path: Path, rank: int = 0, ranks: int = 0) -> str | None:
         for name in sorted(files)[rank::ranks] if ranks else ():
             if checksum(regular(path / name)) != files[name]:
                 return f"{name} is not as it was saved"
-    except UNREADABLE as error:
+    except Exception as error:  # a JSON file of any content
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -4,7 +4,6 @@ The decoder is made part by part, each rank drawing its own rows of the weights.
 """
 
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,7 +45,8 @@ def build(
     """
     with torch.device("meta"):
         decoder = Decoder(model, recompute)
-    for name, module in wrapped(decoder):
+    for name in (*(f"blocks.{i}" for i in range(model.layers)), "embed", "norm", "head", ""):  # the whole comes last
+        module = decoder.get_submodule(name)
         module.to_empty(device=device, recurse=name != "")
         initialise(module, name, seed, model.layers, (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size()))
         if compile and isinstance(module, Block):
@@ -54,15 +54,6 @@ def build(
         if mesh is not None:
             shard(module, mesh, precision)
     return decoder
-
-
-def wrapped(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that FSDP2 shards as units: each block, the embedding, the norm, the head; the whole model last."""
-    for i, block in enumerate(decoder.blocks):
-        yield f"blocks.{i}", block
-    for name in ("embed", "norm", "head"):
-        yield name, getattr(decoder, name)
-    yield "", decoder
 
 
 @torch.no_grad()
@@ -75,18 +66,18 @@ def initialise(module: nn.Module, name: str, seed: int, layers: int, shard: tupl
     """
     if not name or next(module.parameters()).is_meta:  # no weights to draw
         return
-    for own, weight in module.named_parameters():
+    for of_module, weight in module.named_parameters():
         if weight.dim() == 1:
-            weight.fill_(0.0 if own.endswith("bias") else 1.0)
+            weight.fill_(0.0 if of_module.endswith("bias") else 1.0)
             continue
-        ends = own.endswith(("attention.out.weight", "mlp.down.weight"))
+        ends = of_module.endswith(("attention.out.weight", "mlp.down.weight"))
         rows, width = len(weight), weight[0].numel()
         deviation = {"embed": 0.5, "head": (20 * width) ** -0.5}.get(
             name, weight.shape[1] ** -0.5 / ((2 * layers) ** 0.5 if ends else 1)
         )
         each = -(-rows // shard[1])
         first, last = min(rows, shard[0] * each), min(rows, (shard[0] + 1) * each)
-        drawn = normal(f"{seed} {name}.{own}", first * width, last * width)
+        drawn = normal(f"{seed} {name}.{of_module}", first * width, last * width)
         weight[first:last].copy_(drawn.view(-1, *weight.shape[1:]).mul_(deviation))
 
 

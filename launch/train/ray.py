@@ -181,12 +181,8 @@ def stopping(ask: Callable[[], Any]) -> Iterator[None]:
         ask()
         signal.signal(signal.SIGINT, before.get(signal.SIGINT, signal.SIG_IGN))
 
-    before = {s: signal.signal(s, handle) for s in processes.heard(signal.SIGTERM, signal.SIGINT)}
-    try:
+    with processes.handling(handle, signal.SIGTERM, signal.SIGINT) as before:
         yield
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
 
 
 def on_loopback(host: str) -> bool:

@@ -26,7 +26,7 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if torchrun.started():
         torchrun.end_on_signals()
-    status = configured.run(words, under_torchrun if torchrun.started() else here)
+    status = configured.run(words, under_torchrun if torchrun.started() else local)
     if status is None:
         sys.stdout.flush()
         os._exit(0)  # an ordinary end would wait for the fork server's imports; it ends by itself
@@ -40,7 +40,7 @@ def work(*arguments: Any, **more: Any) -> dict[str, Any]:
     return trainer.work(*arguments, **more)
 
 
-def here(config: Train) -> int | None:
+def local(config: Train) -> int | None:
     """Start the ranks; the exit status, or None if a signal stopped them."""
     folder: Path | None = None
     try:
@@ -81,9 +81,9 @@ def check(config: Train) -> None:
 
 def foresee(config: Train) -> int:
     """A dry run, for which no rank is needed, nor what they would run on."""
-    from ringattn.launch.train import dry
+    from ringattn.launch.train import estimate
 
-    print(dry.report(config))
+    print(estimate.report(config))
     return 0
 
 

@@ -127,13 +127,11 @@ def passed_on(*signals: signal.Signals) -> Iterator[threading.Event]:
             child.terminate()
         signal.setitimer(signal.ITIMER_REAL, 0.5)  # and again: a rank may have been starting just then
 
-    before = {s: signal.signal(s, forward) for s in (*processes.heard(*signals), signal.SIGALRM)}
-    try:
-        yield ranks
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for s, handler in before.items():
-            signal.signal(s, handler)
+    with processes.handling(forward, *signals, signal.SIGALRM):
+        try:
+            yield ranks
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class Stop:
