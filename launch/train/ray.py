@@ -147,7 +147,8 @@ def one_rank(task: dict[str, Any]) -> None:
     from ray.train.collective import broadcast_from_rank_zero
 
     patience, ranks = timedelta(seconds=task["config"].cluster.timeout), int(os.environ["WORLD_SIZE"])
-    store = store_at(*task["meeting"], patience)
+    host, port = task["meeting"]
+    store = store_at(host, port, patience)
     if store.check(["problem"]):
         return
     attempt = dist.PrefixStore(broadcast_from_rank_zero(secrets.token_hex(8)), store)
