@@ -75,5 +75,7 @@ def is_tile(tile: Tile) -> bool:
     return tile.queries in sizes and tile.keys in sizes and tile.warps in (1, 2, 4, 8, 16, 32)
 
 
-TABLE: Table = {f"cpu/{bits}/{width}": INTERPRETED for bits in (16, 32) for width in (32, 64, 128, 256)}
-TABLE |= load(Path(__file__).with_name("tiles.json"))
+TABLE: Table = {
+    **{f"cpu/{bits}/{width}": INTERPRETED for bits in (16, 32) for width in (32, 64, 128, 256)},
+    **load(Path(__file__).with_name("tiles.json")),
+}

@@ -72,8 +72,14 @@ def forward(
     return with_loss(self, output, asked, plan, num_items_in_batch) if asked else output
 
 
+def forward_of(model: Any) -> Any:
+    """The prepared forward of the models of this one's class."""
+    kind: Any = type(model)
+    return forward_of_class(kind)
+
+
 @cache
-def forward_of(kind: Any) -> Any:
+def forward_of_class(kind: Any) -> Any:
     """`forward` with the arguments of the models of this class: Trainer and generate read which there are."""
 
     @torch.compiler.disable(recursive=False)
@@ -87,14 +93,14 @@ def forward_of(kind: Any) -> Any:
 
 def is_ours(method: Any) -> bool:
     function: Any = getattr(method, "__func__", None)
-    return function is not None and function is forward_of(type(method.__self__))
+    return function is not None and function is forward_of(method.__self__)
 
 
 def keep_outermost(model: Any) -> None:
     """Have a prepared model cut sequences first again, if TRL has put its own forward around that."""
     if hasattr(model, "ringattn") and hf_trl.is_head(model.forward):
         model.ringattn_fused = model.forward
-        model.forward = MethodType(forward_of(type(model)), model)
+        model.forward = MethodType(forward_of(model), model)
 
 
 @torch.compiler.disable

@@ -77,7 +77,7 @@ def prepare(
         ringattn_fused=None,  # the forward that TRL put around this one
         ringattn_before=Before(configs, rotaries, rule_of(bare), bool(linear)),
         local_forward=bare.forward,
-        forward=MethodType(forward_of(type(bare)), bare),
+        forward=MethodType(forward_of(bare), bare),
         generate=MethodType(hf_generate.generate, bare),
         _prepare_cache_for_generation=MethodType(hf_generate.prepare_cache, bare),
     )

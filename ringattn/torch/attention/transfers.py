@@ -96,6 +96,7 @@ class Sums:
     def parcels(self, step: Step, grads: Sequence[Any]) -> ByRank:
         """The gradients that this rank returns, by source of their keys. Those of its own keys are added."""
         pairs = list(zip(grads, self.dtypes, strict=True))
+        out: ByRank
         if isinstance(grads[0], Total):
             out = {
                 source: [x.rows_at(r, dtype) for x, dtype in pairs for r in places.at]
