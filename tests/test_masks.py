@@ -85,7 +85,13 @@ def rows_of(results: Any, T: int, rows: int) -> np.ndarray:
     return np.stack([dense([(family[row],) for family in results], T, T, 0) for row in range(rows)])
 
 
+BESIDE_FIRST = Case(
+    "tree", spec=AttentionSpec(window=3, first=4), lengths=[[2, 7, 6]], parents=[[-1, -1, 0]], batch=2, seq_len=16
+)
+
+
 @settings(max_examples=60)
+@example(BESIDE_FIRST, "zigzag", 2)
 @given(cases(), st.sampled_from(["contiguous", "zigzag", "striped"]), st.integers(1, 5))
 def test_bands_are_the_mask_and_so_are_the_schedule_and_the_work(case, layout, ring):
     T, rows = case.seq_len, len(case.lengths)
