@@ -47,11 +47,16 @@ class Exchange:
 
     def carry(self, x: Tensor, plan: Plan, dim: int) -> Tensor:
         """The tokens of this rank's slots, from every rank's `x`, whose tokens lie along `dim`."""
-        x = x.movedim(dim, 0)
-        column = hop(plan.ulysses_axis, x.index_select(0, self.give).split(self.given), self.met)
+        tokens: Tensor = self.start(x.movedim(dim, 0), plan).wait()
+        return tokens.movedim(0, dim)
+
+    def start(self, x: Tensor, plan: Plan, what: str = "tokens") -> Pending:
+        """`carry` in flight, along dim 0."""
+        column = hop(plan.ulysses_axis, x.index_select(0, self.give).split(self.given), self.met, what)
         leaving = column.index_select(0, self.sort) if plan.ulysses > 1 else column
-        arrived = hop(plan.ring_axis, leaving.split(self.leave), self.arrive)
-        return x.new_zeros(self.slots, *x.shape[1:]).index_copy_(0, self.put, arrived).movedim(0, dim)
+        slots = x.new_zeros(self.slots, *x.shape[1:])
+        flying = sent(plan.ring_axis, leaving.split(self.leave), self.arrive, what)
+        return Then(flying, lambda arrived: slots.index_copy_(0, self.put, arrived))
 
     def carry_back(self, x: Tensor, plan: Plan, dim: int) -> Tensor:
         """The reverse: for each of this rank's tokens the sum of the slots that it went to."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn.kernels.linear.maps import Map
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import pieces, segments
-from ringattn.torch.exchange import sent
+from ringattn.torch.exchange import Exchange
 
 At = tuple[int, int]  # row of the batch, number of the segment in the order of the sequence
 
@@ -29,16 +29,15 @@ class Need(NamedTuple):
 
 
 class Chains:
-    """Which maps this rank gives to which, and how the states before its segments follow from those that it gets."""
+    """Which maps this rank gets, and how the states before its segments follow from them."""
 
     def __init__(
         self, plan: Plan, starts: np.ndarray, place: tuple[int, int], device: torch.device, backward: bool = False
     ):
-        self.plan = plan
-        ring, ulysses = plan.ring, plan.ulysses
+        self.plan, P, ranks = plan, segments(plan), plan.ring * plan.ulysses
         runs = sorted((r.start, r.stop, rank, p) for rank, each in enumerate(pieces(plan)) for p, r in enumerate(each))
         firsts, stops, owners, numbers = np.array(runs).T
-        needs: dict[int, list[Need]] = {rank: [] for rank in range(ring * ulysses)}
+        needs: list[list[Need]] = [[] for _ in range(ranks)]
         for b, edges in enumerate(starts):
             at = stops if backward else firsts
             document = np.searchsorted(edges, at, "right") - 1  # of the token at the edge of each segment
@@ -47,33 +46,21 @@ class Chains:
                 end = edges[document[m] + 1] - 1 if backward else edges[document[m]]
                 i = int(np.searchsorted(firsts, end, "right")) - 1  # where the document ends, or begins
                 walk = range(i, m, -1) if backward else range(i, m)
-                needs[int(owners[m])].append(Need(b * segments(plan) + int(numbers[m]), [(b, j) for j in walk]))
-
-        def sends(ring_rank: int) -> list[At]:
-            """The maps of a ring rank's segments that some rank needs, Ulysses rank by Ulysses rank."""
-            return sorted((a for a in used if owners[a[1]] // ulysses == ring_rank), key=lambda a: (owners[a[1]], a))
-
-        used = {a for each in needs.values() for need in each for a in need.chain}
-        rank, local = place[0] * ulysses + place[1], sends(place[0])
-        mine = [b * segments(plan) + int(numbers[j]) for b, j in local if owners[j] == rank]
-        self.mine = torch.tensor(mine, dtype=torch.int64, device=device)
-        self.of_ulysses = [sum(owners[j] == place[0] * ulysses + u for _, j in local) for u in range(ulysses)]
-        wanted = [{a for need in needs[r * ulysses + place[1]] for a in need.chain} for r in range(ring)]
-        to_send = [[i for i, a in enumerate(local) if a in want] for want in wanted]
-        self.to_send = [torch.tensor(at, dtype=torch.int64, device=device) for at in to_send]
-        receives = [[a for a in sends(r) if a in wanted[place[0]]] for r in range(ring)]
-        self.of_ring = list(map(len, receives))
-        number = {a: i for i, a in enumerate(a for each in receives for a in each)}
+                needs[int(owners[m])].append(Need(b * P + int(numbers[m]), [(b, j) for j in walk]))
+        self.count = len(starts) * P
+        wanted = [sorted({a for need in each for a in need.chain}) for each in needs]
+        source = np.full((ranks, max(map(len, wanted))), -1)
+        for rank, maps in enumerate(wanted):
+            source[rank, : len(maps)] = [owners[j] * self.count + b * P + numbers[j] for b, j in maps]
+        self.exchange = Exchange((plan.ring, plan.ulysses, self.count), place, source.ravel(), device)
+        rank = place[0] * plan.ulysses + place[1]
+        number = {a: i for i, a in enumerate(wanted[rank])}
         chains = sorted(needs[rank], key=lambda need: len(need.chain))
         self.needs = [(need.segment, [number[a] for a in need.chain]) for need in chains]
-        self.count = len(starts) * segments(plan)
 
     def start(self, maps: Map) -> "Transfer":
         """Send the maps of this rank's segments [N, H, K, ...] to where they are needed."""
-        plan, what, packed = self.plan, "the maps of segments", maps.packed().index_select(0, self.mine)
-        shard = sent(plan.ulysses_axis, [packed] * plan.ulysses, self.of_ulysses, what).wait()
-        given = [shard.index_select(0, at) for at in self.to_send]
-        return Transfer(self, sent(plan.ring_axis, given, self.of_ring, what), maps.kv.shape[-1])
+        return Transfer(self, self.exchange.start(maps.packed(), self.plan, "maps of segments"), maps.kv.shape[-1])
 
 
 class Transfer:
