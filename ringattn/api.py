@@ -75,7 +75,7 @@ def attention(
         refuse(problem, plan)
     function: Any
     if is_torch(q):
-        from ringattn.torch.attention.function import (
+        from ringattn.torch.attention.public import (
             attention as function,  # checks the arguments of each new kind of call
         )
     else:
@@ -149,7 +149,7 @@ def linear_attention(
         refuse(of_unknown("linear_attention", unknown, "docs", "plan", "log_decay") or "", plan)
     function: Any  # import statements, since torch.compile cannot trace import_module
     if is_torch(q):
-        from ringattn.torch.linear.function import (
+        from ringattn.torch.linear.public import (
             linear_attention as function,  # checks the arguments of each new kind of call
         )
     else:

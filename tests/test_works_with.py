@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn as ra
-import ringattn.torch.attention.compiled
+import ringattn.torch.attention.public
 from ringattn.comms.local import run as run_threads
 from ringattn.launch.processes import run
 from ringattn.masks.spec import AttentionSpec, Docs

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import ringattn.torch.attention.compiled
-import ringattn.torch.linear.compiled  # noqa: F401 (their ops are named below)
+import ringattn.torch.attention.public
+import ringattn.torch.linear.public  # noqa: F401 (their ops are named below)
 
 LOGITS = 2**28  # the most logits at a time
 

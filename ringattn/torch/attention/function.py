@@ -1,9 +1,6 @@
-"""`attention` in PyTorch: bind the call, then run it. Heads enter, attend to the keys of all ranks, and leave.
+"""A bound call runs: heads enter, attend to the keys of all ranks, and leave.
 
-    B batch   T this rank's tokens   H query heads   G key/value heads   D head dim   V value dim
-
-In eager mode a call is one autograd function. Under torch.compile, and wherever ops are traced, it is one op, which
-binds the same call when it runs (`ringattn.torch.attention.compiled`).
+B batch   T this rank's tokens   H query heads   G key/value heads   D head dim   V value dim
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,35 +15,15 @@ from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.partial import NEVER, Partial, sink_gradient
 from ringattn.kernels.rows import rows_of
 from ringattn.kernels.total import Total, in_dtype
-from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.plans.plan import Plan
 from ringattn.torch.agree import agree
 from ringattn.torch.attention import ring
-from ringattn.torch.attention.call import Call, bind
+from ringattn.torch.attention.call import Call
 from ringattn.torch.attention.gather import gather_backward, gather_forward
 from ringattn.torch.attention.steps import Grads
 from ringattn.torch.attention.ulysses import Real, cleared, enter, joined, leave, repeated, summed
-from ringattn.torch.bind import autocast, traced
 from ringattn.torch.dispatch import no_autocast, no_view, once
 
 Kept = list[Tensor]  # q, k, v, out and lse after they entered: group of heads by group of heads
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None = None, *, spec: AttentionSpec | None = None,
-    docs: Docs | None = None, key_docs: Docs | None = None, sinks: Tensor | None = None, return_lse: bool = False,
-) -> Any:  # fmt: skip
-    """`ringattn.attention` in torch."""
-    q, k, v = autocast(q, k, v)
-    if traced(q, k, v, sinks):
-        from ringattn.torch.attention.compiled import attention_op
-
-        out, lse = attention_op(q, k, v, plan, spec, docs, key_docs, sinks, return_lse)
-    else:
-        gradients = torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in (q, k, v, sinks)])
-        call = bind(q, k, v, plan, spec, docs, key_docs, sinks, gradients, return_lse=return_lse)
-        out, lse = Attention.apply(call, q, k, v, sinks) if gradients else forward(call, q, k, v, sinks)[:2]
-    return (out, lse.to(accumulator(q)).contiguous()) if return_lse else out
 
 
 class Attention(torch.autograd.Function):

@@ -98,7 +98,7 @@ class Sums:
         pairs = list(zip(grads, self.dtypes, strict=True))
         out: ByRank
         if isinstance(grads[0], Total):
-            out = {
+            out: dict[int, Sequence[Tensor]] = {
                 source: [x.rows_at(r, dtype) for x, dtype in pairs for r in places.at]
                 for source, places in step.receive.items()
             }

@@ -16,9 +16,9 @@ layout, where segments are of any length, only those that are used travel (chain
 Documents are counted row by row of the batch, as many in each: document i of row b is number b * width + i.
 """
 
-from collections.abc import Callable
-from functools import cache, reduce
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +32,6 @@ from ringattn.masks.spec import Docs
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import pieces, segments
 from ringattn.torch.exchange import hop
-
-if TYPE_CHECKING:
-    from ringattn.torch.linear.call import Given, LinearCall
 
 BLOCK = 64  # tokens: what a kernel computes at once, and about what a row costs beside its tokens, for its map
 TOKENS_PER_LEVEL = 1024  # its cost on a GPU, where a launch waits for the level before; on a CPU nothing
@@ -137,10 +134,10 @@ class Documents:
         _, _, slot, padding = self.places
         return x.flatten(0, 1).index_select(0, slot).index_fill_(0, padding, 0).unflatten(0, self.tokens)
 
-    def inputs(self, call: "LinearCall", given: "Given") -> Inputs:
-        q, k, v, g, beta = (None if x is None else self.folded(x) for x in given[:5])
+    def inputs(self, tensors: Sequence[Tensor | None], scale: float) -> Inputs:
+        q, k, v, g, beta = (None if x is None else self.folded(x) for x in tensors)
         assert q is not None and k is not None and v is not None
-        return Inputs(q, k, v, g, beta, None, call.scale)
+        return Inputs(q, k, v, g, beta, None, scale)
 
     def of_documents(self, initial: Tensor | None) -> Tensor | None:
         """The initial state of each document; a state a row is that of the row's first document, the others' are 0."""
@@ -245,57 +242,6 @@ def row_length(tokens: Ints, level: int = 0) -> int:
         return too_many, count * (-(-length // BLOCK) + 1) * BLOCK + int(rows.max()) * level
 
     return min(options, key=cost)
-
-
-def forward(call: "LinearCall", given: "Given") -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(out, the state behind each document, and for backward the states before segments and before rows)."""
-    assert call.documents is not None
-    d, x, initial = call.documents, call.documents.inputs(call, given), call.documents.of_documents(given.initial_state)
-    like = state_of(x)
-    own = call.kernel.scan_states(x, maps=d.joined)
-    transfer: Any = None
-    if not d.alone:
-        assert own.map is not None
-        before = d.walked(own.map, d.before(initial, None, like))
-        transfer = call.passages[0].start(d.of_segments(own.map, before))
-    starts = cache(lambda: d.walked(own.map, d.before(initial, transfer.before() if transfer else None, like)))
-    out, behind = call.kernel.read_out(x, own, starts)
-    end = d.shared(call.plan, behind.index_select(0, d.ended[1]), initial) if call.returned else None
-    if call.returned == "rows" and end is not None:
-        end = end.index_select(0, d.final)
-    return d.whole(out), end, transfer.before() if transfer else None, starts()
-
-
-def backward(
-    call: "LinearCall",
-    given: "Given",
-    segments: Tensor | None,
-    starts: Tensor | None,
-    dout: Tensor,
-    dend: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """As `function.backward`. Without the states before rows they are found again, from those before segments."""
-    assert call.documents is not None
-    d, x, initial = call.documents, call.documents.inputs(call, given), call.documents.of_documents(given.initial_state)
-    like, dout = state_of(x), d.folded(dout)
-    if call.returned == "rows" and dend is not None:
-        dend = dend.new_zeros(d.count, *dend.shape[1:]).index_copy_(0, d.final, dend)
-    back = call.kernel.scan_gradients(x, dout, maps=d.joined)
-    dends = None if dend is None else d.delivered(call.plan, dend)
-    transfer: Any = None
-    if not d.alone:
-        assert back.map is not None
-        behind = d.walked_back(back.map, d.behind(dends, None, like))
-        transfer = call.passages[1].start(d.of_segments(back.map, behind, True))
-    own = call.kernel.scan_states(x, maps=d.joined and starts is None)
-    if starts is None:
-        starts = d.walked(own.map, d.before(initial, segments, like))
-    dbehind: Callable[[], Tensor] = cache(
-        lambda: d.walked_back(back.map, d.behind(dends, transfer.before() if transfer else None, like))
-    )
-    *grads, dbefore = call.kernel.gradients(x, own, starts, back, dout, dbehind)
-    dinitial = d.of_initial(dbefore, dend, given.initial_state)
-    return *(None if t is None else d.whole(t) for t in grads), dinitial
 
 
 def state_of(x: Inputs) -> Tensor:

@@ -3,59 +3,25 @@
     B batch   T this rank's tokens   H heads   K key dim   V value dim   P segments per rank
 
 Backward needs the inputs and the states before all chunks. These are kept if they are small compared to the inputs;
-otherwise only the state before each segment is, and the others are recomputed. Under torch.compile a call is one op
-(compiled.py).
+otherwise only the state before each segment is, and the others are recomputed.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels.arrays import accumulator
-from ringattn.masks.spec import Docs
-from ringattn.plans.plan import Plan
 from ringattn.torch.agree import agree
 from ringattn.torch.attention.ulysses import cleared
-from ringattn.torch.bind import autocast, traced
 from ringattn.torch.dispatch import no_autocast, no_view, once
-from ringattn.torch.linear import documents
-from ringattn.torch.linear.call import Given, LinearCall, bind
+from ringattn.torch.linear.call import Given, LinearCall
+from ringattn.torch.linear.documents import state_of
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor | None, ...]  # in the order of `Given`
-
-
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    plan: Plan | None = None,
-    *,
-    beta: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool | str = False,
-    docs: Docs | None = None,
-    scale: float | None = None,
-    kernel: str = "auto",
-    scan: str = "auto",
-    check: bool | None = None,
-) -> Any:
-    """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
-    q, k, v = autocast(q, k, v)
-    x = Given(q, k, v, log_decay, beta, initial_state)
-    keep = torch.is_grad_enabled() and any([getattr(t, "requires_grad", False) for t in x])
-    out: Tensor
-    end: Tensor | None
-    if traced(*x):
-        from ringattn.torch.linear.compiled import linear_op
-
-        out, end = linear_op(x, plan, docs, scale, kernel, scan, keep, check, return_state)
-    else:
-        call = bind(x, plan, docs, scale, kernel, scan, keep, check, return_state)
-        out, end = LinearAttention.apply(call, *x) if keep else forward(call, x)[:2]
-    return (out, end) if return_state else out
 
 
 class LinearAttention(torch.autograd.Function):
@@ -83,7 +49,7 @@ def forward(call: LinearCall, given: Given) -> Outputs:
     """
     with no_autocast(given.q.device):
         if call.documents is not None:
-            out, end, *more = documents.forward(call, given)
+            out, end, *more = forward_by_documents(call, given)
             return out, end, *(more if call.gradients else (None, None))
         x = call.inputs(given)
         scan = call.kernel.scan_states(x, maps=not call.alone)
@@ -113,7 +79,7 @@ def backward(
         dend = dout.new_zeros(call.state_shape, dtype=accumulator(given.q))
     with no_autocast(given.q.device):
         if call.documents is not None:
-            return documents.backward(call, given, start, kept, dout, dend)
+            return backward_by_documents(call, given, start, kept, dout, dend)
         x, dout = call.inputs(given), call.of_output(dout)
         back = call.kernel.scan_gradients(x, dout, maps=not call.alone)
         transfer: Any = None
@@ -131,3 +97,51 @@ def backward(
         if dg is not None and call.real is not None:  # padding lies before the end state, so its gates have gradients
             dg = cleared(dg, call.real).contiguous()
     return dq, dk, dv, dg, dbeta, None if given.initial_state is None else dinitial
+
+
+def forward_by_documents(call: LinearCall, given: Given) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(out, the state behind each document, and for backward the states before segments and before rows)."""
+    d = call.documents
+    assert d is not None
+    x, initial = d.inputs(given[:5], call.scale), d.of_documents(given.initial_state)
+    like = state_of(x)
+    own = call.kernel.scan_states(x, maps=d.joined)
+    transfer: Any = None
+    if not d.alone:
+        assert own.map is not None
+        before = d.walked(own.map, d.before(initial, None, like))
+        transfer = call.passages[0].start(d.of_segments(own.map, before))
+    starts = cache(lambda: d.walked(own.map, d.before(initial, transfer.before() if transfer else None, like)))
+    out, behind = call.kernel.read_out(x, own, starts)
+    end = d.shared(call.plan, behind.index_select(0, d.ended[1]), initial) if call.returned else None
+    if call.returned == "rows" and end is not None:
+        end = end.index_select(0, d.final)
+    return d.whole(out), end, transfer.before() if transfer else None, starts()
+
+
+def backward_by_documents(
+    call: LinearCall, given: Given, segments: Tensor | None, starts: Tensor | None, dout: Tensor, dend: Tensor | None
+) -> Gradients:
+    """As `backward`. Without the states before rows they are found again, from those before segments."""
+    d = call.documents
+    assert d is not None
+    x, initial = d.inputs(given[:5], call.scale), d.of_documents(given.initial_state)
+    like, dout = state_of(x), d.folded(dout)
+    if call.returned == "rows" and dend is not None:
+        dend = dend.new_zeros(d.count, *dend.shape[1:]).index_copy_(0, d.final, dend)
+    back = call.kernel.scan_gradients(x, dout, maps=d.joined)
+    dends = None if dend is None else d.delivered(call.plan, dend)
+    transfer: Any = None
+    if not d.alone:
+        assert back.map is not None
+        behind = d.walked_back(back.map, d.behind(dends, None, like))
+        transfer = call.passages[1].start(d.of_segments(back.map, behind, True))
+    own = call.kernel.scan_states(x, maps=d.joined and starts is None)
+    if starts is None:
+        starts = d.walked(own.map, d.before(initial, segments, like))
+    dbehind: Callable[[], Tensor] = cache(
+        lambda: d.walked_back(back.map, d.behind(dends, transfer.before() if transfer else None, like))
+    )
+    *grads, dbefore = call.kernel.gradients(x, own, starts, back, dout, dbehind)
+    dinitial = d.of_initial(dbefore, dend, given.initial_state)
+    return *(None if t is None else d.whole(t) for t in grads), dinitial

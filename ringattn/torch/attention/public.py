@@ -1,8 +1,8 @@
-"""`attention` as ops, for torch.compile and all else that sees ops: selective checkpoints, fake tensors, tracers.
+"""`attention` in PyTorch. In eager mode a call is one autograd function (function.py); else it is one op.
 
-A compiled graph holds tensors and numbers, so a plan is passed as its text, or where each batch has its own as a number
-to look it up by, and documents as their starts (`ringattn.torch.handles`). When an op runs, it turns them back and
-binds the call.
+Ops are for torch.compile and all else that sees them: selective checkpoints, fake tensors, tracers. A compiled graph
+holds tensors and numbers, so a plan is passed as its text, or where each batch has its own as a number to look it up
+by, and documents as their starts (`ringattn.torch.handles`). When an op runs, it turns them back and binds the call.
 """
 
 from typing import Any
@@ -11,17 +11,33 @@ import torch
 from torch import Tensor
 
 from ringattn.check.arguments import of_arguments, of_arrays
-from ringattn.kernels.arrays import fine
+from ringattn.kernels.arrays import accumulator, fine
 from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank
+from ringattn.plans.plan import Plan
 from ringattn.torch import check
-from ringattn.torch.attention import function as attention
 from ringattn.torch.attention.call import bind, bound
-from ringattn.torch.bind import CAUSAL
+from ringattn.torch.attention.function import Attention, backward, forward, saved
+from ringattn.torch.bind import CAUSAL, autocast, traced
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, of_text, plain, plan_of, spread, starts_of, text_and_handle, whole_on_one
 
 Numbers = tuple[Any, ...]  # of a spec: causal, window as a list, chunk, first, softcap, scale
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None = None, *, spec: AttentionSpec | None = None,
+    docs: Docs | None = None, key_docs: Docs | None = None, sinks: Tensor | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """`ringattn.attention` in torch."""
+    q, k, v = autocast(q, k, v)
+    if traced(q, k, v, sinks):
+        out, lse = attention_op(q, k, v, plan, spec, docs, key_docs, sinks, return_lse)
+    else:
+        gradients = torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in (q, k, v, sinks)])
+        call = bind(q, k, v, plan, spec, docs, key_docs, sinks, gradients, return_lse=return_lse)
+        out, lse = Attention.apply(call, q, k, v, sinks) if gradients else forward(call, q, k, v, sinks)[:2]
+    return (out, lse.to(accumulator(q)).contiguous()) if return_lse else out
 
 
 def attention_op(
@@ -73,7 +89,7 @@ def forward_op(
     With `keys`, those that arrive may be among them. How many there are is not known while a graph is traced.
     """
     given = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
-    return attention.forward(bind(q, k, v, *given, sinks, keep, return_lse, keys), q, k, v, sinks)
+    return forward(bind(q, k, v, *given, sinks, keep, return_lse, keys), q, k, v, sinks)
 
 
 @fake("attention")
@@ -91,7 +107,7 @@ def _(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     B, T, H, D = q.shape
     V, exact, live = v.shape[3], fine(q), spread(plan)
-    saved: list[Tensor] = []
+    kept: list[Tensor] = []
     if keep and live.ulysses > 1:
         size, lengths = live.ulysses, (live.seq_len, live.keys.seq_len)
         groups = live.transport.groups or 1  # as in of_handle
@@ -101,13 +117,13 @@ def _(
         shared = kv_heads_of_a_rank(k.shape[2], size) < groups  # by all groups
         for i in range(groups):
             keys = k.new_empty(B, k.shape[1] * size, g, D), v.new_empty(B, k.shape[1] * size, g, V)
-            saved += [
+            kept += [
                 q.new_empty(B, T * size, h, D),
                 *(keys if i == 0 or not shared else ()),
                 q.new_empty(B, T * size, h, V),
                 q.new_empty(B, T * size, h, dtype=exact),
             ]
-    return q.new_empty(B, T, H, V), q.new_empty(B, H, T, dtype=exact).transpose(1, 2), saved
+    return q.new_empty(B, T, H, V), q.new_empty(B, H, T, dtype=exact).transpose(1, 2), kept
 
 
 @op("attention_backward")
@@ -120,7 +136,7 @@ def backward_op(
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, from what forward `kept`; q, k, v only give shapes."""
     given = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
     call = bound(q, k, v, *given, sinks, return_lse, keys)
-    dq, dk, dv, dsinks = attention.backward(call, kept, sinks, dout, dlse)
+    dq, dk, dv, dsinks = backward(call, kept, sinks, dout, dlse)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -138,7 +154,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[
     ctx.set_materialize_grads(False)  # saved outputs have no gradients
     ctx.shapes = [x.shape for x in (q, k, v)]
     ulysses = ctx.plan.ulysses if ctx.plan else 1
-    ctx.save_for_backward(*rest, *attention.saved(ulysses, kept, q, k, v, out, lse))
+    ctx.save_for_backward(*rest, *saved(ulysses, kept, q, k, v, out, lse))
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:

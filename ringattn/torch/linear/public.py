@@ -1,4 +1,4 @@
-"""`linear_attention` as ops, for torch.compile and all else that sees ops."""
+"""`linear_attention` in PyTorch: in eager mode one autograd function, else one op, as attention."""
 
 from typing import Any
 
@@ -9,11 +9,43 @@ from ringattn.check.linear import returned_states
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.masks.spec import Docs, raise_if
+from ringattn.plans.plan import Plan
 from ringattn.plans.segments import segments, uneven
+from ringattn.torch.bind import autocast, traced
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.linear import function
 from ringattn.torch.linear.call import Given, bind, bound, kept_states, of_types, problem, rows, selected
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    plan: Plan | None = None,
+    *,
+    beta: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool | str = False,
+    docs: Docs | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    scan: str = "auto",
+    check: bool | None = None,
+) -> Any:
+    """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
+    q, k, v = autocast(q, k, v)
+    x = Given(q, k, v, log_decay, beta, initial_state)
+    keep = torch.is_grad_enabled() and any([getattr(t, "requires_grad", False) for t in x])
+    out: Tensor
+    end: Tensor | None
+    if traced(*x):
+        out, end = linear_op(x, plan, docs, scale, kernel, scan, keep, check, return_state)
+    else:
+        call = bind(x, plan, docs, scale, kernel, scan, keep, check, return_state)
+        out, end = function.LinearAttention.apply(call, *x) if keep else function.forward(call, x)[:2]
+    return (out, end) if return_state else out
 
 
 def linear_op(
