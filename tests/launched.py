@@ -60,8 +60,3 @@ def as_users_have_it(function: Callable[..., Any], *args: Any) -> Any:
     dist.set_debug_level(dist.DebugLevel.OFF)
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=ranks)
     return function(*args)
-
-
-def xla_flags() -> str:
-    """Those of these tests, which compile quickly, without their eight devices: a machine has one of its CPU."""
-    return " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)

@@ -81,13 +81,6 @@ def test_links_lead_somewhere(page):
     assert not missing, f"{page.name} links to {missing}"
 
 
-def test_every_command_is_documented():
-    from ringattn.launch.words import COMMANDS
-
-    page = (ROOT / "docs/reference/commands.md").read_text()
-    assert [name for name in COMMANDS if f"| `{name}` |" not in page] == []
-
-
 @pytest.mark.slow
 def test_every_picture_can_be_drawn_and_is_shown(tmp_path):
     pytest.importorskip("matplotlib")
