@@ -121,8 +121,8 @@ class ProcessGroupAxis(Moves):
             lost = Lost(self, [[rank] for rank in peers] if self.one_by_one else [peers], what)
             works = self.started(ops, lost)
         self.sent += sum(x.nbytes for _, x in outgoing)
-        parted = [(x, room) for _, x, room in arriving if room is not x]
-        return Then(Works(works, parted, (out, outgoing), lost), unpack)
+        to_unpack = [(x, room) for _, x, room in arriving if room is not x]
+        return Then(Works(works, to_unpack, (out, outgoing), lost), unpack)
 
     def started(self, ops: list[dist.P2POp], lost: Lost) -> list[Any]:
         """Start transfers and return their works. It fails here if a connection is already known to be closed."""
@@ -201,8 +201,8 @@ def whole(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def unpack(parted: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for x, arrived in parted:
+def unpack(to_unpack: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for x, arrived in to_unpack:
         x.copy_(arrived)
 
 

@@ -38,9 +38,9 @@ def in_full(where: Intervals) -> bool:
 class Backward(Protocol):
     """The gradients (dq, dk, dv) of these keys; `rows` are of the kernel's `prepare`.
 
-    Gradients that are not in `want` may be left out (None) by a kernel that is `parted`. A gradient is a tensor, or a
-    `Total` whose terms are not added up yet, or the tensor of `into`, if the kernel added to that. With `final` nothing
-    will be added to the gradients, so they may be rounded to the dtypes of q, k and v.
+    Gradients that are not in `want` may be left out (None) by a kernel that is `separable`. A gradient is a tensor, or
+    a `Total` whose terms are not added up yet, or the tensor of `into`, if the kernel added to that. With `final`
+    nothing will be added to the gradients, so they may be rounded to the dtypes of q, k and v.
     """
 
     def __call__(
@@ -78,7 +78,7 @@ class TorchKernel:
     refuses    why it cannot serve a problem, or None
     prepare    (dout, lse, delta, out) -> the `Rows` of a backward pass. delta or out may be None; out is given only if
                delta is that of out alone
-    parted     whether some gradients can be computed without the others, at their cost alone
+    separable     whether some gradients can be computed without the others, at their cost alone
     rounds     whether the results for these intervals have the dtype of the inputs anyway
     fills      whether its programs stay on all multiprocessors of a GPU until its end
     disjoint   how it attends in steps of which no query has keys in two, if it prefers such steps
@@ -88,7 +88,7 @@ class TorchKernel:
     backward: Backward
     refuses: "Callable[[Problem], str | None]" = serves
     prepare: Callable[..., Rows] = with_delta
-    parted: bool = False
+    separable: bool = False
     rounds: Callable[[Intervals], bool] = in_full
     fills: bool = False
     disjoint: Disjoint | None = None

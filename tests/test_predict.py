@@ -28,7 +28,7 @@ from ringattn.plans.footprint import Live, Sizes, replay_ring
 from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.plans.plan import Plan
 from ringattn.plans.predict import Rates, predict
-from ringattn.plans.recipe import Sight
+from ringattn.plans.recipe import Visible
 from ringattn.plans.transport import Transport
 from ringattn.steps.rank import steps_of
 from ringattn.torch.attention import ring
@@ -141,8 +141,8 @@ def test_memory_of_a_ring_is_what_its_loop_allocates(hosts, layout, given):
     def one_rank(mesh):
         axis = mesh.axis("ring")
         q, k, v = (torch.empty(1, length, heads, 8, dtype=torch.bfloat16) for heads in (8, 2, 2))
-        score = Score(SimpleNamespace(fills=False, parted=True), None, kernel, None)
-        steps = steps_of(table, reads_of(mask).shards, axis.rank, Sight(mask, axis.rank))
+        score = Score(SimpleNamespace(fills=False, separable=True), None, kernel, None)
+        steps = steps_of(table, reads_of(mask).shards, axis.rank, Visible(mask, axis.rank))
         with Allocated(q, k, v) as memory:
             for total in ring.backward(q, k, v, None, axis, steps, score, low=False):
                 total.tensor(torch.bfloat16)
@@ -151,7 +151,7 @@ def test_memory_of_a_ring_is_what_its_loop_allocates(hosts, layout, given):
     allocated = run(one_rank, ring=8)
     live = Live(np.zeros(8))
     sizes = Sizes(length, length, q=128, out=128, kv=64, full=256, rows=0, exact=2, travel=2, halves=False,
-                  kernel="triton", ours=True, mostly_own=False)  # fmt: skip
+                  kernel="triton", ours=True, mostly_local=False)  # fmt: skip
     replay_ring(live, sizes, course(Ring(plan.tokens, plan.tokens, spec, None, hosts, 8), together))
     assert live.most.max() == max(allocated), (live.most, allocated)
 

@@ -65,7 +65,7 @@ def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypat
 @pytest.mark.parametrize("slower, heads, once", [(1, 64, 8), (2, 64, 4), (100, 64, 0)])
 def test_queries_are_visited_once_unless_a_rank_would_wait_longer_for_their_keys(slower, heads, once, monkeypatch):
     """Ranks that hold hardly any documents of their own have nothing to hide the transfer, and visit them once too."""
-    kernel = SimpleNamespace(load=lambda: SimpleNamespace(disjoint=True, parted=False))
+    kernel = SimpleNamespace(load=lambda: SimpleNamespace(disjoint=True, separable=False))
     monkeypatch.setattr(Recipe, "kernel", lambda *_, **__: kernel)
     seconds = Recipe.seconds_of_keys
     monkeypatch.setattr(Recipe, "seconds_of_keys", lambda self, step: slower * seconds(self, step))

@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     halves: bool  # key heads can be cut into halves
     kernel: str
     ours: bool  # our kernel, which gives gradients in float32; those of libraries have the dtype of inputs
-    mostly_own: bool  # as in `Recipe`
+    mostly_local: bool  # as in `Recipe`
 
     def beside(self, queries: Any, keys: Any) -> Any:
         """What a library needs while it computes gradients of so many queries and keys.
@@ -91,7 +91,7 @@ class Parts:
         self.nbytes, self.summed = np.where(of, self.whole, self.nbytes), np.maximum(self.summed, of)
 
 
-def peak(plan: Plan, shape: Shape, steps: Steps, kernel: str, low_precision: bool, mostly_own: bool) -> float:
+def peak(plan: Plan, shape: Shape, steps: Steps, kernel: str, low_precision: bool, mostly_local: bool) -> float:
     """Bytes of the rank that holds most."""
     item, batch, groups = shape.itemsize, shape.batch, plan.groups_for(shape) if plan.swaps else 1
     heads, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
@@ -105,7 +105,7 @@ def peak(plan: Plan, shape: Shape, steps: Steps, kernel: str, low_precision: boo
     each = Sizes(
         n, keys, batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item,
         batch * kv_heads * both * item, batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item),
-        1.0 if low_precision or item > 2 else 2.0, kv_heads >= 2, kernel, not low_precision, mostly_own,
+        1.0 if low_precision or item > 2 else 2.0, kv_heads >= 2, kernel, not low_precision, mostly_local,
     )  # fmt: skip
     given = float(local * batch * item * shape.heads * (shape.head_dim + 2 * shape.value_dim))  # q, out, its gradient
     given += shape.kv_bytes(plan.keys.local_len, shape.kv_heads)
@@ -170,7 +170,7 @@ def replay_ring(live: Live, each: Sizes, steps: Steps) -> None:
 def keeps(each: Sizes, steps: Steps) -> bool:
     """Whether the keys that arrive are here since forward: `Recipe.keeps`."""
     two = steps.count == 2 and len(steps.first) == 1
-    may = two and each.mostly_own and each.kernel == "fa4"
+    may = two and each.mostly_local and each.kernel == "fa4"
     return may and are_kept(each.queries, int(steps.received[:, 1].max()))
 
 

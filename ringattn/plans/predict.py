@@ -24,7 +24,7 @@ from ringattn.plans.course import Ring, Steps, course
 from ringattn.plans.footprint import bound, peak
 from ringattn.plans.machine import Machine
 from ringattn.plans.plan import Plan
-from ringattn.plans.recipe import see_mostly_own
+from ringattn.plans.recipe import see_mostly_local
 
 MEASURED = 2**20  # queries x heads of the calls whose rates are measured
 BACKWARD = 2.5  # times the flops of forward
@@ -220,6 +220,6 @@ def predict(
     ]  # fmt: skip
     forward, backward = (one_pass(plan, shape, *each) for each in both)
     steps, work = both[1][0], both[1][0].pairs.sum(1)
-    mostly_own = see_mostly_own(spec, docs, shape.batch, plan.tokens.shard_len)
-    count = partial(peak, plan, shape, steps, rates.kernel, rates.low_precision, mostly_own)
+    mostly_local = see_mostly_local(spec, docs, shape.batch, plan.tokens.shard_len)
+    count = partial(peak, plan, shape, steps, rates.kernel, rates.low_precision, mostly_local)
     return Cost(forward, backward, count, bound(plan, shape, steps), float(work.max() / max(work.mean(), 1.0)))

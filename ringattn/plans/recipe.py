@@ -28,7 +28,7 @@ HALVES_FROM = 8192  # queries of a rank: from here on half of its heads take lon
 SIDE_STREAM_UP_TO = 32768  # queries of a rank: steps of more run in turn, as a second stream has its own memory
 
 
-class Sight:
+class Visible:
     """The keys that the queries of one ring rank see, on the host."""
 
     def __init__(self, mask: Mask, rank: int):
@@ -51,7 +51,7 @@ class Sight:
         return [(begin, np.where(see, end, begin)) for begin, end in self.seen]
 
     def see(self, keys: Shard) -> np.ndarray:
-        """[1, T]: which queries see any of these keys, if the sight `is_plain`."""
+        """[1, T]: which queries see any of these keys, if `is_plain`."""
         if keys not in self.seeing:
             self.seeing[keys] = np.less(*to_local(keys, *self.seen[0]))
         return self.seeing[keys]
@@ -101,7 +101,7 @@ class Recipe:
     deterministic: bool = False
     gradients: bool = True
     keep: bool = True  # whether forward may keep keys that arrive: a compiled graph cannot, since their number varies
-    sight: Sight | None = field(default=None, compare=False, repr=False)  # the framework's; None: on the host
+    visible: Visible | None = field(default=None, compare=False, repr=False)  # the framework's; None: on the host
 
     @property
     def plan(self) -> Plan:
@@ -143,28 +143,28 @@ class Recipe:
         """If float32 gradients travel, a step brings fewer blocks."""
         steps = self.steps(self.room)
         kernel = self.kernel(steps, backward=True)
-        parted = self.gathers or kernel.load().parted
+        separable = self.gathers or kernel.load().separable
         if self.keeps:
             steps = self.forward.steps
-        elif not parted and self.plan.tokens.shard_len <= SIDE_STREAM_UP_TO:
+        elif not separable and self.plan.tokens.shard_len <= SIDE_STREAM_UP_TO:
             steps = self.disjoint(steps, kernel, work=2.5, sent=2 if self.low_precision else 3, visits=8)
         phases = (list(of_phase) for _, of_phase in groupby(steps, key=lambda step: id(step.phase)))
-        return Pass(tuple(step for of_phase in phases for step in self.in_backward(of_phase, parted)), kernel)
+        return Pass(tuple(step for of_phase in phases for step in self.in_backward(of_phase, separable)), kernel)
 
     @cached_property
     def keeps(self) -> bool:
         """Whether forward keeps the keys that arrive for backward: on all ranks, or on none.
 
         Of packed documents and windows few arrive, all in one step. Backward then waits for nothing, and gradients
-        return while queries that see only own keys are computed.
+        return while queries that see only local keys are computed.
         """
-        if not (self.keep and self.gradients and self.mostly_own):
+        if not (self.keep and self.gradients and self.mostly_local):
             return False
         if not are_kept(self.plan.tokens.shard_len, reads_of(self.mask).arriving):
             return False
         steps = self.steps(self.room)
         kernels = self.forward.kernel.load(), self.kernel(steps, backward=True).load()
-        if not all(kernel.disjoint and not kernel.parted for kernel in kernels):
+        if not all(kernel.disjoint and not kernel.separable for kernel in kernels):
             return False
         return all(len(each) == 2 and each[0].phase is each[1].phase for each in (self.forward.steps, steps))
 
@@ -176,49 +176,49 @@ class Recipe:
     def steps(self, times: int) -> tuple[Step, ...]:
         """The steps of a pass in which a block takes so many times the memory of its keys and values."""
         plan, layout = self.plan, self.plan.keys.tokens
-        sight = self.sight or Sight(self.mask, self.rank)
+        visible = self.visible or Visible(self.mask, self.rank)
         if self.gathers:
             everything = range(layout.padded_length)
             phase = Phase(0, (everything,), None, None)
-            return (Step(phase, tuple(range(plan.ring)), ((self.rank, (everything,)),), sight=sight),)
+            return (Step(phase, tuple(range(plan.ring)), ((self.rank, (everything,)),), visible=visible),)
         together = plan.blocks_at_once(times * self.shape.kv_bytes(layout.shard_len, self.heads[1]))
         table = table_of(self.mask, plan.hosts, together)
-        return steps_of(table, reads_of(self.mask).shards, self.rank, sight)
+        return steps_of(table, reads_of(self.mask).shards, self.rank, visible)
 
     def disjoint(
         self, steps: tuple[Step, ...], kernel: Kernel, work: float, sent: float, visits: float
     ) -> tuple[Step, ...]:
         """The same, or two steps of which no query has keys in both, if the kernel prefers that.
 
-        Queries that see keys which arrive get their own keys beside these, and the first step leaves them out. Then no
+        Queries that see keys which arrive get local keys beside these, and the first step leaves them out. Then no
         partials merge, and a piece of a document sees its keys in one range. But what is left for the first step may
         take less time than what travels: `work` forward passes of it, and `sent` times the keys that arrive. To visit
         queries again takes as long as to read their partials `visits` times, as measured.
         """
-        sight = self.sight or Sight(self.mask, self.rank)
-        if not (self.in_two_steps(steps) and kernel.load().disjoint and sight.is_plain):
+        visible = self.visible or Visible(self.mask, self.rank)
+        if not (self.in_two_steps(steps) and kernel.load().disjoint and visible.is_plain):
             return steps
         local, remote = steps
-        see, (begin, end) = sight.see(remote.keys)[0], sight.seen[0]
+        see, (begin, end) = visible.see(remote.keys)[0], visible.seen[0]
         if not see.any():
             return steps
-        own = covered(*to_local(local.keys, begin[0, see], end[0, see]), local.keys)
+        local_keys = covered(*to_local(local.keys, begin[0, see], end[0, see]), local.keys)
         first = replace(local, queries=Queries(remote.keys, False))
-        last = remote.beside(own, self.rank, local.keys)
+        last = remote.beside(local_keys, self.rank, local.keys)
         if not (are_sequences(first.where) and are_sequences(last.where)):
             return steps
         waiting = sent * self.seconds_of_keys(remote) - work * self.seconds_of_work(first)
         return (first, last) if waiting <= visits * self.seconds_of_partials else steps
 
     @property
-    def mostly_own(self) -> bool:
-        """Whether few queries see keys that arrive: they may get own keys beside these."""
+    def mostly_local(self) -> bool:
+        """Whether few queries see keys that arrive: they may get local keys beside these."""
         shard = self.plan.tokens.shard_len
-        return not self.gathers and see_mostly_own(self.mask.spec, self.mask.docs, self.shape.batch, shard)
+        return not self.gathers and see_mostly_local(self.mask.spec, self.mask.docs, self.shape.batch, shard)
 
     def in_two_steps(self, steps: Sequence[Step]) -> bool:
-        """Whether queries see own keys in a first step, and all others in a second."""
-        if not (self.mostly_own and len(steps) == 2 and steps[0].phase is steps[1].phase):
+        """Whether queries see local keys in a first step, and all others in a second."""
+        if not (self.mostly_local and len(steps) == 2 and steps[0].phase is steps[1].phase):
             return False
         return all(step.blocks for step in steps) and all(r.step == 1 for r in steps[0].keys)
 
@@ -239,7 +239,7 @@ class Recipe:
         """How long this rank takes to read a partial of each of its queries from memory."""
         return 4 * (self.rows or 0) * self.shape.value_dim / self.plan.machine.bandwidth
 
-    def in_backward(self, steps: Sequence[Step], parted: bool) -> tuple[Step, ...]:
+    def in_backward(self, steps: Sequence[Step], separable: bool) -> tuple[Step, ...]:
         """A phase's steps in their order; the halves of home have half of the heads each."""
         home, *others = steps
         if home.queries:  # the other step runs beside it, or before it
@@ -248,7 +248,7 @@ class Recipe:
         heads, kv_heads = self.heads
         half = kv_heads // 2
         halves = self.plan.tokens.shard_len >= HALVES_FROM and bool(half and home.where) and not self.keeps
-        order = backward_order(home, others, parted, halves)
+        order = backward_order(home, others, separable, halves)
         if len(order) > len(steps):
             middle = half * (heads // kv_heads)
             order[0] = replace(home, heads=(slice(middle), slice(half)))
@@ -296,7 +296,7 @@ class Recipe:
             return None
         if alike := self.reason(rectangles=True):
             return alike
-        ranks = (replace(self, rank=rank, sight=None) for rank in range(self.plan.ring))
+        ranks = (replace(self, rank=rank, visible=None) for rank in range(self.plan.ring))
         wrong = ", ".join(str(each.rank) for each in ranks if not each.few_rectangles)
         return NotImplementedError(f"{why} (the steps of ring rank {wrong} are not few rectangles)") if wrong else None
 
@@ -347,7 +347,7 @@ class Recipe:
                     yield f"  then: {amount(step.phase.onward.send)} go {step.phase.onward.shift} ranks on"
 
 
-def see_mostly_own(spec: AttentionSpec, docs: Docs | None, batch: int, shard: int) -> bool:
+def see_mostly_local(spec: AttentionSpec, docs: Docs | None, batch: int, shard: int) -> bool:
     """Whether most queries see their own rank's keys alone, in most layouts: in one row of documents, or with a window
     of at most half a shard of tokens.
     """
@@ -360,14 +360,14 @@ def are_kept(held: int, arriving: int) -> bool:
     return held <= SIDE_STREAM_UP_TO or arriving < held
 
 
-def backward_order(home: Any, others: Sequence[Any], parted: bool, halves: bool) -> list[Any]:
+def backward_order(home: Any, others: Sequence[Any], separable: bool, halves: bool) -> list[Any]:
     """The order of a round's steps: where to put home, the step that needs no transfer, so that it hides most.
 
     With kernels that compute some gradients without the others home is first and hides the first hop. With others it is
     last and hides the last gradients; if that is worth another launch, half of home's heads are first and the other
     half last.
     """
-    if parted:
+    if separable:
         return [home, *others]
     return [home, *others, home] if halves and others else [*others, home]
 

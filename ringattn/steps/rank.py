@@ -60,12 +60,12 @@ class Step:
     parts: tuple[Part, ...]  # the keys that are here
     receive: dict[int, Places] = field(default_factory=dict)  # by source
     send: dict[int, Ranges] = field(default_factory=dict)  # by destination: places among the tokens that are held
-    own: Ranges = ()  # places among the tokens that are held, which are copied beside what arrives
-    own_at: Ranges = ()  # where these then lie
+    local: Ranges = ()  # places among the tokens that are held, which are copied beside what arrives
+    local_at: Ranges = ()  # where these then lie
     queries: Queries | None = None  # that are computed, if all of their keys are in this step; None: all
     heads: tuple[slice, slice] | None = None  # the query and the key heads that are computed; None: all
     side: bool = False  # whether it runs on the side stream, beside the step before it
-    sight: Any = field(default=None, repr=False)  # whose `at` gives the intervals of queries among keys
+    visible: Any = field(default=None, repr=False)  # whose `at` gives the intervals of queries among keys
 
     @cached_property
     def keys(self) -> Shard:
@@ -79,7 +79,7 @@ class Step:
     @cached_property
     def where(self) -> Any:
         """The queries' intervals among the keys that are here; None if they see none."""
-        return self.sight.at(self.keys, self.queries) if self.sight and self.blocks else None
+        return self.visible.at(self.keys, self.queries) if self.visible and self.blocks else None
 
     @cached_property
     def travels(self) -> bool:
@@ -101,33 +101,35 @@ class Step:
         of_rank = ((rank, sum(map(len, rows)), rows) for rank, rows in self.send.items())
         return tuple((rank, n, places([(r,) for r in rows]), joined(rows)) for rank, n, rows in of_rank)
 
-    def beside(self, own: Ranges, rank: int, shard: Shard) -> "Step":
-        """The same step with some of this rank's own keys beside those that arrive, of the queries that see the latter.
+    def beside(self, local: Ranges, rank: int, shard: Shard) -> "Step":
+        """The same step with some of this rank's keys beside those that arrive, of the queries that see the latter.
 
         It runs on the side stream.
         """
-        parts = (*self.parts, *((rank, part_of(shard, slice(r.start, r.stop))) for r in own))
+        parts = (*self.parts, *((rank, part_of(shard, slice(r.start, r.stop))) for r in local))
         parts, at = placed(parts)
         receive = {source: Places(at[source], places.after) for source, places in self.receive.items()}
         queries = Queries(self.keys, True)
-        return replace(self, parts=parts, receive=receive, own=own, own_at=at.get(rank, ()), queries=queries, side=True)
+        return replace(
+            self, parts=parts, receive=receive, local=local, local_at=at.get(rank, ()), queries=queries, side=True
+        )
 
 
-def steps_of(table: Table, shards: Sequence[Shard], rank: int, sight: Any = None) -> tuple[Step, ...]:
+def steps_of(table: Table, shards: Sequence[Shard], rank: int, visible: Any = None) -> tuple[Step, ...]:
     """The steps of one rank: those of its host that are not empty. `shards` are the positions of every block."""
     steps = []
     for p, phase in enumerate(phases(table, rank)):
         first, shard = int(table.first[p]), shards[phase.block]
         held = tuple(r for at in phase.held for r in part_of(shard, slice(at.start, at.stop)))
         sees = table.when[rank, phase.block] == first
-        steps.append(Step(phase, (phase.block,) if sees else (), ((rank, held),), sight=sight))
+        steps.append(Step(phase, (phase.block,) if sees else (), ((rank, held),), visible=visible))
         for number in range(first + 1, first + int(table.busy[rank // table.size, p])):
-            steps.append(reading(table, shards, phase, rank, number, sight))
+            steps.append(reading(table, shards, phase, rank, number, visible))
     return tuple(steps)
 
 
 def reading(
-    table: Table, shards: Sequence[Shard], phase: Phase, rank: int, number: int, sight: Any
+    table: Table, shards: Sequence[Shard], phase: Phase, rank: int, number: int, visible: Any
 ) -> Step:  # fmt: skip
     """A step with keys of other ranks of the host, the nearest first."""
     size, blocks = table.size, np.flatnonzero(table.when[rank] == number).tolist()
@@ -144,7 +146,7 @@ def reading(
     in_order, at = placed(parts)
     receive = {source: Places(at[source], before) for source, before in after.items()}
     send = {reader: within(phase.held, ranges) for reader, ranges in table.sends(number, rank).items()}
-    return Step(phase, tuple(blocks), in_order, receive, send, sight=sight)
+    return Step(phase, tuple(blocks), in_order, receive, send, visible=visible)
 
 
 def phases(table: Table, rank: int) -> Iterator[Phase]:

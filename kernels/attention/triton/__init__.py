@@ -20,4 +20,4 @@ def refuses(problem: Problem) -> str | None:
     return None
 
 
-KERNEL = TorchKernel(attend, flash_backward, refuses, prepare, parted=True)
+KERNEL = TorchKernel(attend, flash_backward, refuses, prepare, separable=True)

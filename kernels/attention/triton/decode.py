@@ -216,4 +216,4 @@ def multiprocessors(device: torch.device) -> int:
 
 
 # the backward pass of few queries runs the general kernels
-KERNEL = TorchKernel(attend, backward.flash_backward, refuses, backward.prepare, parted=True)
+KERNEL = TorchKernel(attend, backward.flash_backward, refuses, backward.prepare, separable=True)

@@ -25,7 +25,7 @@ from ringattn.jax.attention import ulysses
 from ringattn.jax.attention.gather import gather_backward, gather_forward
 from ringattn.jax.attention.groups import of_heads, one_ahead, received
 from ringattn.jax.attention.ring import ring_backward, ring_forward
-from ringattn.jax.attention.steps import Score, Sight, cut_of, local_positions, shape_of, step_of
+from ringattn.jax.attention.steps import Score, Visible, cut_of, local_positions, shape_of, step_of
 from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.lookup import spoiled
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
@@ -214,10 +214,10 @@ exchange.defvjp(exchange_forward, exchange_backward)
 def attended(call: Call, arrays: Arrays, starts: Starts, heads: tuple[int, int] | None = None) -> tuple[Array, Array]:
     """(out in q's dtype, lse) of the heads that this rank has, or of one group of them; `heads` are all of the call."""
     q, k, v, sinks = arrays
-    recipe, score, sight = step_of(q, k, v, call.mask, starts, heads)
+    recipe, score, visible = step_of(q, k, v, call.mask, starts, heads)
     start = None if sinks is None else add_sinks(empty(q, v.shape[-1]), sinks)
     forward = gather_forward if recipe.gathers else ring_forward
-    part = forward(q, k, v, recipe, sight, score, start)
+    part = forward(q, k, v, recipe, visible, score, start)
     return part.out.astype(q.dtype), part.lse
 
 
@@ -260,14 +260,14 @@ def rows_of(
     return rows, None if sinks is None else sink_gradient(sinks, lse, delta)
 
 
-Step = Callable[..., tuple[SharedRecipe, Score, Sight]]  # of (q, k, v)
+Step = Callable[..., tuple[SharedRecipe, Score, Visible]]  # of (q, k, v)
 
 
 def gradients(step: Step, arrays: tuple[Array, Array, Array], rows: Sequence[Any]) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32; the first of the rows are the queries as the kernel wants them."""
-    (recipe, score, sight), (_, k, v), (ready, *others) = step(*arrays), arrays, rows
+    (recipe, score, visible), (_, k, v), (ready, *others) = step(*arrays), arrays, rows
     backward = gather_backward if recipe.gathers else ring_backward
-    return backward(ready, k, v, recipe, sight, score, tuple(others))
+    return backward(ready, k, v, recipe, visible, score, tuple(others))
 
 
 def gradients_in_groups(

@@ -9,7 +9,7 @@ from typing import Any
 from jax import Array
 
 from ringattn.jax.attention.groups import of_heads, one_ahead
-from ringattn.jax.attention.steps import Score, Sight
+from ringattn.jax.attention.steps import Score, Visible
 from ringattn.jax.sharding import reordered
 from ringattn.kernels.arrays import in_sums
 from ringattn.kernels.partial import Partial
@@ -17,20 +17,20 @@ from ringattn.plans.spmd import SharedRecipe
 
 
 def gather_forward(
-    q: Array, k: Array, v: Array, recipe: SharedRecipe, sight: Sight, score: Score, start: Partial | None
+    q: Array, k: Array, v: Array, recipe: SharedRecipe, visible: Visible, score: Score, start: Partial | None
 ) -> Partial:
     """Attention of this device's queries over all keys, brought into their global order."""
     groups = groups_of(recipe)
 
     def work(group: Any, keys: list[Array]) -> tuple[Any, Any, Any]:
         q_here, carry = of_heads((q, start), group, groups)
-        return (), Partial(*score.attend(q_here, *in_order(keys, sight), sight.everywhere, carry=carry)), ()
+        return (), Partial(*score.attend(q_here, *in_order(keys, visible), visible.everywhere, carry=carry)), ()
 
     return one_ahead(partial(arriving, (k, v), recipe), work, lambda _: [], groups)[1]
 
 
 def gather_backward(
-    q: Array, k: Array, v: Array, recipe: SharedRecipe, sight: Sight, score: Score, rows: tuple[Array, ...]
+    q: Array, k: Array, v: Array, recipe: SharedRecipe, visible: Visible, score: Score, rows: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv), the sums in float32; `rows` are this device's dout, lse and delta, as the kernel wants them.
 
@@ -42,11 +42,11 @@ def gather_backward(
 
     def work(group: Any, keys: list[Array]) -> tuple[Any, Any, Any]:
         q_here, rows_here = of_heads((q, rows), group, groups)
-        dq, *grads = score.attend_backward(q_here, *in_order(keys, sight), sight.everywhere, *rows_here)
+        dq, *grads = score.attend_backward(q_here, *in_order(keys, visible), visible.everywhere, *rows_here)
         return grads, dq, ()
 
     def send(grads: Any) -> list[Any]:
-        return [axis.reduce_scatter(reordered(in_sums(x), sight.keys, 1), 1) for x in grads]
+        return [axis.reduce_scatter(reordered(in_sums(x), visible.keys, 1), 1) for x in grads]
 
     (dk, dv), dq, _ = one_ahead(partial(arriving, (k, v), recipe), work, send, groups)
     return dq, dk, dv
@@ -63,5 +63,5 @@ def arriving(keys: tuple[Array, Array], recipe: SharedRecipe, group: Any) -> lis
     return [(axis.rotating if groups > 1 else axis).all_gather(x, 1) for x in of_heads(keys, group, groups)]
 
 
-def in_order(keys: list[Array], sight: Sight) -> list[Array]:
-    return [reordered(x, sight.keys, 1, back=True) for x in keys]
+def in_order(keys: list[Array], visible: Visible) -> list[Array]:
+    return [reordered(x, visible.keys, 1, back=True) for x in keys]

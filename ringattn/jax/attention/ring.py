@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringattn.comms.jax import MeshAxis
-from ringattn.jax.attention.steps import Score, Sight
+from ringattn.jax.attention.steps import Score, Visible
 from ringattn.kernels.arrays import in_sums, sum_of
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.varying import axes_of, vary
@@ -22,7 +22,7 @@ Pair = tuple[Array, Array]
 
 
 def ring_forward(
-    q: Array, k: Array, v: Array, recipe: SharedRecipe, sight: Sight, score: Score, start: Partial | None
+    q: Array, k: Array, v: Array, recipe: SharedRecipe, visible: Visible, score: Score, start: Partial | None
 ) -> Partial:
     """Attention of this device's queries over all devices' keys, added up in float32 from `start`."""
     axis = recipe.plan.ring_axis
@@ -30,7 +30,7 @@ def ring_forward(
     def step(flight: Flight, carry: tuple[Pair, Partial], distance: Any) -> tuple[Pair, Partial]:
         keys, part = carry
         arriving = rotate(axis, keys, flight.keys)
-        part = Partial(*score.attend(q, *keys, sight.at(distance), carry=part))
+        part = Partial(*score.attend(q, *keys, visible.at(distance), carry=part))
         if recipe.rectangles and not flight.keys:  # the last merge may become one pass with what follows
             return arriving, part
         return lax.optimization_barrier((arriving, part))
@@ -41,11 +41,11 @@ def ring_forward(
         runs = [(flight, [local]), *([(flight, others)] if others else []), *rest]
     else:  # a loop needs something to merge with
         start = start or empty(q, v.shape[-1])
-    return travel(runs, step, vary(((k, v), start), axes_of(q, k, v, sight.seen)))[1]
+    return travel(runs, step, vary(((k, v), start), axes_of(q, k, v, visible.seen)))[1]
 
 
 def ring_backward(
-    q: Array, k: Array, v: Array, recipe: SharedRecipe, sight: Sight, score: Score, rows: tuple[Array, ...]
+    q: Array, k: Array, v: Array, recipe: SharedRecipe, visible: Visible, score: Score, rows: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv), the sums in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
 
@@ -57,18 +57,18 @@ def ring_backward(
     def step(flight: Flight, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
         keys, dq, grads = carry  # the first of these steps adds to zero, or to the dq of local keys
         arriving, following = rotate(axis, keys, flight.keys), rotate(axis, grads, flight.grads)
-        dq, dk, dv = score.attend_backward(q, *keys, sight.at(distance), *rows, dq=dq)
+        dq, dk, dv = score.attend_backward(q, *keys, visible.at(distance), *rows, dq=dq)
         arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
         return arriving, dq, sum_of(following, (dk, dv)) if flight.grads else (dk, dv)
 
     k, v, rows = lax.optimization_barrier((k, v, rows))  # else XLA sends the first hop, and holds its memory, too early
-    local = (q, k, v, sight.at(0), *rows)
+    local = (q, k, v, visible.at(0), *rows)
     if not route.hops:
         return score.attend_backward(*local)
     arriving, dq = rotate(axis, (k, v), route.hops[0]), None
     if score.halves:
         arriving, dq = lax.optimization_barrier((arriving, score.halves(*local)[0]))
-    carry = vary((arriving, dq, None), axes_of(q, k, v, rows, sight.seen))
+    carry = vary((arriving, dq, None), axes_of(q, k, v, rows, visible.seen))
     _, dq, grads = travel(route.backward, step, carry)
     grads, local = lax.optimization_barrier((grads, local))  # else XLA does this work before there is a hop to hide
     own = score.halves(*local) if score.halves else score.attend_backward(*local, dq=dq)

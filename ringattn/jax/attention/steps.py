@@ -174,7 +174,7 @@ def table_of(mask: Mask, make: Cut, family: int) -> Table | None:
     return Table(tuple(sets), which)
 
 
-class Sight(NamedTuple):
+class Visible(NamedTuple):
     """The keys that this ring rank's queries see: of each family global intervals, and their part in any block."""
 
     seen: list[Side]
@@ -200,7 +200,7 @@ class Sight(NamedTuple):
 
 def step_of(
     q: Array, k: Array, v: Array, mask: Mask, given: tuple[Any, Any, Any], heads: tuple[int, int] | None = None
-) -> tuple[SharedRecipe, Score, Sight]:
+) -> tuple[SharedRecipe, Score, Visible]:
     """The recipe, its kernel, and what the queries see.
 
     `given` are the starts of documents and of the keys' documents, and spans. `heads` are all of the call; by default q
@@ -211,7 +211,7 @@ def step_of(
     seen = global_bounds(mask, shard_positions(plan.tokens, plan.ring_axis.rank), starts, key_starts, spans)
     tables = tables_of(mask) if static else None
     recipe = recipe_of(q, k, v, mask, rectangles=tables is not None, static=static, heads=heads)
-    return recipe, score_of(recipe), Sight(seen, plan.keys.tokens, plan.ring_axis.rank, tables)
+    return recipe, score_of(recipe), Visible(seen, plan.keys.tokens, plan.ring_axis.rank, tables)
 
 
 def recipe_of(

@@ -78,7 +78,7 @@ def backward(
         next_keys, exchange = exchange_for(next_step, block, kept)
         next_side = Side(q.device) if next_step is not None and next_step.side else None
         with on(side):
-            if score.kernel.parted:  # gradients travelled while those of queries were computed; else they may now
+            if score.kernel.separable:  # gradients travelled while those of queries were computed; else they may now
                 sums.settle()
             with axis.sharing(*exchange, f"keys after {label}, backward", score.kernel.fills) as receiving:
                 grads = gradients.of_keys(step, *keys)

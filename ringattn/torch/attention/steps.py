@@ -21,7 +21,7 @@ from ringattn.kernels.total import Total
 from ringattn.layouts.layout import RANGES_SUMMED, Shard, count_below
 from ringattn.masks.bands import Runs
 from ringattn.plans.mask import Mask
-from ringattn.plans.recipe import Sight
+from ringattn.plans.recipe import Visible
 from ringattn.steps.rank import Queries, Step
 
 # The tensors of one group of heads, of a whole ring shard.
@@ -88,7 +88,7 @@ class Gradients:
 
     def __init__(self, score: Score, q: Tensor, rows: Rows, steps: Sequence[Step]):
         self.score, self.q, self.rows, self.dq = score, q, rows, Total(q)
-        self.parted = score.kernel.parted
+        self.separable = score.kernel.separable
         self.inputs: Any = None  # of the current step
         self.grad: Tensor | None = None
 
@@ -101,14 +101,14 @@ class Gradients:
             tensors, rows = (self.q[:, :, queries], k[:, :, heads], v[:, :, heads]), rows.heads(queries)
         self.inputs = tensors, step.where, rows
         self.grad, *grads = self.score.backward(
-            *self.inputs, OF_KEYS if self.parted else EVERY, (self.dq.running, None, None)
+            *self.inputs, OF_KEYS if self.separable else EVERY, (self.dq.running, None, None)
         )
         return grads
 
     def of_queries(self, step: Step) -> None:
         if step.where is None:
             return
-        if self.parted:
+        if self.separable:
             self.grad = self.score.backward(*self.inputs, OF_QUERIES, (self.dq.running, None, None))[0]
         self.dq.add(self.grad, heads=slice(None) if step.heads is None else step.heads[0])
         self.dq.fold()
@@ -141,7 +141,7 @@ class DisjointGradients:
         return dq
 
 
-class OnDevice(Sight):
+class OnDevice(Visible):
     """The keys that the queries of one ring rank see: intervals on the device."""
 
     def __init__(self, mask: Mask, rank: int, device: torch.device):

@@ -44,9 +44,9 @@ def receive(axis: Axis, step: Step, block: Sequence[Tensor], kept: Sequence[Tens
 def copy_local(axis: Axis, step: Step | None, block: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
     """Copy this rank's own keys of a step, if any, beside those that arrive."""
     axis.after_sends()
-    if step is None or not step.own:
+    if step is None or not step.local:
         return
-    to, of = (Slices(x, ranges) for x, ranges in ((keys, step.own_at), (block, step.own)))
+    to, of = (Slices(x, ranges) for x, ranges in ((keys, step.local_at), (block, step.local)))
     torch._foreach_copy_([*to], [*of])
 
 
@@ -96,18 +96,17 @@ class Sums:
     def parcels(self, step: Step, grads: Sequence[Any]) -> ByRank:
         """The gradients that this rank returns, by source of their keys. Those of its own keys are added."""
         pairs = list(zip(grads, self.dtypes, strict=True))
-        out: ByRank
         if isinstance(grads[0], Total):
-            out: dict[int, Sequence[Tensor]] = {
+            out: ByRank = {
                 source: [x.rows_at(r, dtype) for x, dtype in pairs for r in places.at]
                 for source, places in step.receive.items()
             }
         else:
             sent = [in_dtype(*pair) for pair in pairs]
             out = {source: Slices(sent, places.at) for source, places in step.receive.items()}
-        if step.own:
+        if step.local:
             for total, (x, dtype) in zip(self.totals, pairs, strict=True):
-                for at, r in zip(step.own_at, step.own, strict=True):
+                for at, r in zip(step.local_at, step.local, strict=True):
                     local = x.rows_at(at, dtype) if isinstance(x, Total) else x[:, at.start : at.stop]
                     total.add(local, rows=slice(r.start, r.stop))
         return out

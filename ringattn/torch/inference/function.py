@@ -50,7 +50,7 @@ def prefill(
             partial = attend_travelling(q, new, call, cache, chunk)
         else:
             guests = Guests(q, plan) if cache.ranks > 1 else None
-            k, v = parted(new.wait(), cache)
+            k, v = split_keys(new.wait(), cache)
             cache.keep(k, v, plan.seq_len, plan.tokens)
             del new, k, v  # of all ranks: frees their memory before queries attend
             chunk = chunk._replace(holders=cache.holders())
@@ -143,7 +143,7 @@ def everyone(x: Tensor, plan: Plan) -> Pending:
     return plan.ring_axis.all_gather(plan.ulysses_axis.all_gather(x.movedim(1, 0), 0).wait(), 0)
 
 
-def parted(new: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+def split_keys(new: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
     """k and v, [B, tokens, G, D or V], from the result of `everyone`."""
     k, v = new.movedim(0, 1).split([cache.k.shape[-1], cache.v.shape[-1]], -1)
     return k, v
@@ -224,7 +224,7 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
             partial = kernels.attend(q, [*visits, Visit(mine, here.seen[0])], partial)
         coming.wait()
         visits = [in_order(room, here.seen[1])]
-    k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
+    k, v = split_keys(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
     placed = chunk.spec.chunk is not None or chunk.spec.first  # else the chunk's own tokens see each other as any do
     own = chunk._replace(before=chunk.before if placed else (), holders=())
     ranges = own_ranges(own, call.keys * cache.ranks, q.device, kernels.needs_rectangles)
