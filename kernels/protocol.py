@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class Attend(Protocol):
-    """Attention of the queries over their intervals, merged into `carry`; `out` has `out_dtype` if that is given."""
+    """Attention of the queries over their intervals, merged into `carry`; `out` has `out_dtype` if that is given.
+
+    Values that a query does not see do not reach it, not even NaN. Tensors may require gradients: `backward` has them.
+    """
 
     def __call__(
         self, q_BTHD: Any, k_BSGD: Any, v_BSGV: Any, where: Intervals, /, *, scale: float, softcap: float | None = None,
