@@ -163,7 +163,7 @@ def a_mesh(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
 
 
 def agreeing_to_stop(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
-    return trainer.Stop(SHORT).agreed
+    return trainer.Stop(dist.new_group(timeout=timedelta(seconds=SHORT))).agreed
 
 
 def a_checkpoint(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
