@@ -5,19 +5,14 @@ is made, so a configuration file chooses values and runs no code. Nor does it re
 secret, and a configuration is printed, saved and logged. What is not valid is an error of one sentence.
 """
 
-import argparse
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
-from omegaconf.resolvers import oc
 from yaml import AliasToken, MarkedYAMLError, YAMLError, scan
 
 from ringattn.conf import schema
@@ -27,39 +22,36 @@ from ringattn.conf.schema import Train
 ALIASES_LIMIT = 16  # of a file: aliases of aliases make Hydra compose for minutes
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (there are --cfg, --config-dir, --help)")
-
-
-def options(words: list[str]) -> argparse.Namespace:
-    """The few options, and in `words` all else. Hydra's own options are not taken: some of them run code."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-c", "--cfg", choices=["job"])
-    parser.add_argument("-cd", "--config-dir", type=Path)
-    given, given_words = parser.parse_known_args(words)
-    for word in given_words:
-        if word.startswith("-"):
-            parser.error(f"no option {word}")
-    if given.config_dir is not None and not given.config_dir.is_dir():
-        raise ValueError(f"--config-dir {given.config_dir}: there is no such folder")
-    given.words = given_words
-    return given
-
-
-def composed(given: argparse.Namespace) -> Train:
+def composed(words: list[str]) -> Train:
     """The configuration that the words make, checked; a ValueError with one sentence if it is not valid."""
-    folder = given.config_dir
-    words = [] if folder is None else [f"hydra.searchpath=[{quoted(f'file://{folder.resolve()}')}]"]
-    words += [override(word) for word in given.words]
+    folder, words = apart(words)
+    path = "" if folder is None else f"file://{folder.resolve()}".replace("'", "\\'")
+    where = [f"hydra.searchpath=['{path}']"] if path else []
     ConfigStore.instance().store("schema", Train)
-    with closed_environment(), hydra.initialize_config_module("ringattn.conf", "train", version_base="1.3"):
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    with hydra.initialize_config_module("ringattn.conf", "train", version_base="1.3"):
         try:
             check_aliases(folder)
-            config = hydra.compose("config", words)  # Hydra's own settings in it have no effect
+            config = hydra.compose("config", where + words)  # Hydra's own settings in it have no effect
             return schema.check(OmegaConf.to_object(config))  # type: ignore[arg-type]
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ValueError(explain(error)) from error
+
+
+def apart(words: list[str]) -> tuple[Path | None, list[str]]:
+    """The folder that --config-dir names, and the other words. Hydra's own options are not taken: some run code."""
+    folder, others, rest = None, [], iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name == "--config-dir":
+            folder = Path(value if equals else next(rest, ""))
+            if not folder.is_dir():
+                raise ValueError(f"--config-dir {folder}: there is no such folder")
+        elif word.startswith("-"):
+            raise ValueError(f"no option {word} (there are --config-dir, --help)")
+        else:
+            others.append(override(word))
+    return folder, others
 
 
 def override(word: str) -> str:
@@ -84,22 +76,9 @@ def check_aliases(folder: Path | None) -> None:
             )
 
 
-def as_yaml(config: Train) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-@contextmanager
-def closed_environment() -> Iterator[None]:
-    """A context in which neither files nor words get values from the environment, however deep the interpolation."""
-
-    def refuse(name: str = "", *default: object) -> None:
-        raise ValueError(f'${{oc.env:{name}}} is refused, as it may be a secret; give KEY="${name}" in the shell')
-
-    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
-    try:
-        yield
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+def refuse(name: str = "", *default: object) -> None:
+    """Neither files nor words get values from the environment, however deep the interpolation."""
+    raise ValueError(f'${{oc.env:{name}}} is refused, as it may be a secret; give KEY="${name}" in the shell')
 
 
 def explain(error: Exception) -> str:
@@ -127,8 +106,3 @@ def explain(error: Exception) -> str:
     if isinstance(cause, ValidationError) and name in kinds:
         line = f"{name}: expected {expected(kinds[name])}; {line}"
     return where + line
-
-
-def quoted(text: str) -> str:
-    """As one value of Hydra's grammar."""
-    return "'" + text.replace("'", "\\'") + "'"

@@ -16,14 +16,12 @@ WORDS: dict[Any, str] = {
 }  # fmt: skip
 
 
-def option(
-    default: Any, help: str, least: int | None = None, below: int | None = None, among: tuple[str, ...] = ()
-) -> Any:
-    """A field of a dataclass whose value `allow` checks: one of `among`, or a number from `least` on and under `below`.
+def option(default: Any, help: str, least: int | None = None, among: tuple[str, ...] = ()) -> Any:
+    """A field of a dataclass whose value `allow` checks: one of `among`, or a number from `least` on.
 
     Numbers must be above 0 unless `least` or a default of 0 allows others.
     """
-    metadata = {"help": help, "least": least, "below": below, "among": among}
+    metadata = {"help": help, "least": least, "among": among}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -33,15 +31,26 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if callable(field.default_factory) else field.default
 
 
-def meaning(field: dataclasses.Field[Any]) -> str:
-    """What --help says about a key."""
-    among = ", ".join(field.metadata["among"])
-    return f"{field.metadata['help']} ({among})" if among else field.metadata["help"]
+def listed(keys: Iterable[tuple[str, dataclasses.Field[Any]]]) -> str:
+    """What --help says about keys: a line each, with the default and the meaning."""
+    lines = []
+    for name, field in keys:
+        among = ", ".join(field.metadata["among"])
+        about = f"{field.metadata['help']} ({among})" if among else field.metadata["help"]
+        lines.append(f"  {name}={show(default_of(field))}".ljust(34) + f"  {about}")
+    return "\n".join(lines)
+
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if value is None:
+        return "null"
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def allow(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     """A ValueError for a value, or an element of a list, that the field does not allow."""
-    least, below, among = (field.metadata.get(n) for n in ("least", "below", "among"))
+    among, least = field.metadata.get("among"), field.metadata.get("least")
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, str) and CONTROL.search(each):
             raise ValueError(f"{name}={each!r}: text must be without control characters")
@@ -55,8 +64,6 @@ def allow(name: str, field: dataclasses.Field[Any], value: Any) -> None:
             raise ValueError(f"{name}={each}: must be above 0")
         if each < (least or 0):
             raise ValueError(f"{name}={each}: must be {least or 0} or above")
-        if below is not None and each >= below:
-            raise ValueError(f"{name}={each}: must be below {below}")
 
 
 def whole(text: str) -> str:
@@ -67,14 +74,11 @@ def whole(text: str) -> str:
 
 def expected(hint: Any) -> str:
     """The values of this type, in words."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return " or ".join(in_words(kind) for kind in kinds)
-
-
-def in_words(kind: Any) -> str:
-    if typing.get_origin(kind) in (list, tuple):
-        return f"{in_words(typing.get_args(kind)[0]).removeprefix('a ')}s separated by commas"
-    return WORDS[kind] if kind in WORDS else str(getattr(kind, "__name__", kind))
+    if isinstance(hint, types.UnionType):
+        return " or ".join(map(expected, typing.get_args(hint)))
+    if typing.get_origin(hint) in (list, tuple):
+        return f"{expected(typing.get_args(hint)[0]).removeprefix('a ')}s separated by commas"
+    return WORDS.get(hint, str(hint))
 
 
 def nearest(word: str, among: Iterable[str]) -> str:

@@ -4,14 +4,13 @@ The YAML files beside this one only choose values. Nothing here needs Hydra: `Tr
 """
 
 import dataclasses
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ringattn.conf.keys import allow, meaning, option
+from ringattn.conf.keys import allow, nearest, option
 
 LAYOUTS = "auto", "contiguous", "striped", "zigzag", "balanced"
 
@@ -64,7 +63,7 @@ class Cluster:
         among=("local", "torchrun", "ray"),
     )
     timeout: float = option(600.0, "seconds after which waiting for another rank is an error")
-    address: str | None = option(None, "address of the Ray cluster, or auto; by default one is started for this run")
+    address: str | None = option(None, "address of the Ray cluster; by default the one that runs here")
     failures: int = option(3, "after how many failures Ray starts another attempt; -1 for all", least=-1)
     placement: str = option("PACK", "of Ray's ranks: on few nodes, or over many", among=("PACK", "SPREAD"))
 
@@ -90,8 +89,8 @@ class Optimizer:
     final: float = option(0.1, "the last learning rate, as a part of the highest", least=0)
     warmup: int = option(5, "steps of linear warm-up", least=0)
     weight_decay: float = option(0.1, "on matrices only", least=0)
-    beta1: float = option(0.9, "decay of the mean gradient", least=0, below=1)
-    beta2: float = option(0.95, "decay of the mean square gradient", least=0, below=1)
+    beta1: float = option(0.9, "decay of the mean gradient", least=0)
+    beta2: float = option(0.95, "decay of the mean square gradient", least=0)
     clip: float = option(1.0, "largest norm of the gradient")
 
 
@@ -104,7 +103,7 @@ class Train:
     cluster: Cluster = field(default_factory=Cluster)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    nproc: int | None = option(None, "ranks to start here; by default every GPU, or 2 without GPUs", below=65537)
+    nproc: int | None = option(None, "ranks to start here; by default every GPU, or 2 without GPUs")
     device: str = option("auto", "where it runs; auto: on GPUs if there are any", among=("auto", "cpu", "cuda"))
     precision: str = option(
         "auto",
@@ -124,13 +123,17 @@ class Train:
     resume: str | None = option(None, "auto: from this run's newest checkpoint; or a checkpoint's folder")
     save_every: int = option(0, "steps between checkpoints, also after the last step; 0: only after a SIGTERM")
     keep: int = option(2, "checkpoints kept")
-    eval_every: int = option(0, "steps between evaluations; 0 for one at the end")
     reference: bool = option(True, "also train on one rank, and measure memory at shorter sequences, for the picture")
     picture: bool = option(True, "draw the loss and the memory at the end, where matplotlib is installed")
     machine: str | None = option(
         None, "with dry_run: the machine, by a name (h100, h200, ...) or its description's file"
     )
     dry_run: bool = option(False, "print shapes, memory and the plan, and stop")
+
+    @property
+    def a_step(self) -> int:
+        """Sequences of all ranks in one step of the optimizer."""
+        return self.batch * self.accumulate * self.strategy.data
 
 
 GROUPS = ("model", "strategy", "cluster", "data", "experiment")
@@ -167,21 +170,10 @@ def check(config: Train) -> Train:
 
 def unknown(name: str) -> str | None:
     """Why there is no such key, with the nearest one; None for a key, a group, or a part of a key's name."""
-    names = [n for n, _ in every_key()]
-    if name in (*names, *GROUPS) or any(n.startswith(f"{name}.") for n in names):
+    names = [*(n for n, _ in every_key()), *GROUPS]
+    if name in names or any(n.startswith(f"{name}.") for n in names):
         return None
-    section, _, end = name.rpartition(".")
-    inside = [n for n in names if section and n.startswith(f"{section}.")]
-    ends = {n.rpartition(".")[2]: n for n in inside or [*names, *GROUPS]}
-    close = difflib.get_close_matches(end, ends, 1)
-    there = f"{section} has {', '.join(ends)}" if inside else "--help lists the keys"
-    return f"no key {name!r}; " + (f"did you mean {ends[close[0]]!r}?" if close else there)
-
-
-def explain() -> str:
-    """Every key with its default and meaning, as aligned lines."""
-    rows = [(f"{name}={'null' if f.default is None else f.default}", meaning(f)) for name, f in every_key()]
-    return "\n".join(f"  {left:<28} {right}" for left, right in rows)
+    return f"no key {name!r}{nearest(name, names) or '; --help lists the keys'}"
 
 
 def choices() -> str:
@@ -189,5 +181,5 @@ def choices() -> str:
     lines = []
     for path in sorted(path for group in GROUPS for path in Path(__file__).parent.glob(f"{group}/*.yaml")):
         about = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ") and "@package" not in line]
-        lines.append(f"  {f'{path.parent.name}={path.stem}':<28} {about[0] if about else ''}")
+        lines.append(f"  {path.parent.name}={path.stem}".ljust(34) + f"  {about[0] if about else ''}")
     return "\n".join(lines)

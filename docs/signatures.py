@@ -30,11 +30,11 @@ def signature_of(name: str, obj: Any) -> str:
     """`name(...)` as a call: parameters and defaults, without types, on as many lines as it takes."""
     parameters = list(inspect.signature(obj).parameters.values())
     if dataclasses.is_dataclass(obj) and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        shown = [f"{f.name}={f.default!r}" for f in dataclasses.fields(obj) if f.init]  # its constructor passes all on
+        parts = [f"{f.name}={f.default!r}" for f in dataclasses.fields(obj) if f.init]  # its constructor passes all on
     else:
         bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters if p.name != "self"])
-        shown = re.split(r", (?![^(\[{]*[)\]}])", re.sub(r"<[^>]*>", "...", str(bare))[1:-1])
-    line = f"{name}({', '.join(shown)})".replace("'", '"')
+        parts = re.split(r", (?![^(\[{]*[)\]}])", re.sub(r"<[^>]*>", "...", str(bare))[1:-1])
+    line = f"{name}({', '.join(parts)})".replace("'", '"')
     if len(line) <= WIDTH:
         return line
     inside = textwrap.fill(line[len(name) + 1 : -1] + ",", WIDTH, initial_indent="    ", subsequent_indent="    ")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn as ra
-from ringattn.conf.schema import Model
+from ringattn.conf.schema import Model, Train
 from ringattn.launch.train.checkpoint import load_tensors, newest, numbered, read_state
 from ringattn.launch.train.model import Decoder
 from ringattn.launch.train.parallelize import build
@@ -40,7 +40,7 @@ def load(checkpoints: list[Path], device: torch.device, max_len: int) -> Decoder
     except ValueError as error:
         sys.exit(str(error))
     model = Model(**{f.name: state[f"model.{f.name}"] for f in fields(Model)})
-    decoder = build(model, 0, device).eval()
+    decoder = build(Train(model=model), device).eval()
     load_tensors(checkpoint, {name: weight.detach() for name, weight in decoder.named_parameters()})
     for block in decoder.blocks:
         if isinstance(block.attention, Attention):  # linear attention streams as it is

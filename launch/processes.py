@@ -29,6 +29,7 @@ EXTRAS = {
     "matplotlib": "plot", "hydra": "train", "safetensors": "train", "omegaconf": "train", "transformers": "hf",
     **{name: name for name in ("torch", "jax", "ray")},
 }  # fmt: skip
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # words and checkpoints, which lie on the host, go by gloo
 TERMINALS = (signal.SIGINT, signal.SIGHUP)  # a terminal sends them to all of its processes
 CLOSED = (  # errors about a lost rank; the last one under TORCH_DISTRIBUTED_DEBUG=DETAIL
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
@@ -64,9 +65,8 @@ def sentence(error: BaseException) -> str | None:
     kind, text = kind_of(error)
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ImportError) and package not in ("", "ringattn"):
-        missing = isinstance(error, ModuleNotFoundError)
-        found = "is not installed" if missing else f"is installed but cannot be imported ({text})"
-        return f"{package} {found}; pip install 'ringattn[{EXTRAS.get(package, 'dev')}]' ('.[...]' in a checkout)"
+        found = f"{package} is not installed, or cannot be imported ({text})"
+        return f"{found}; pip install 'ringattn[{EXTRAS.get(package, 'dev')}]' ('.[...]' in a checkout)"
     return text if issubclass(kind, BAD) and not issubclass(kind, ConnectionError) else None
 
 
@@ -79,11 +79,11 @@ def status(error: BaseException) -> int:
 
 def run(function: Callable[..., Any], ranks: int, *args: Any, **options: Any) -> list[Any]:
     """`function(*args)` on every rank of a new process group; the ranks' results in order. Options are `each`'s."""
-    (results,) = each(one_item, ranks, function, *args, **options)
+    (results,) = each(called, ranks, function, *args, **options)
     return results
 
 
-def one_item(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+def called(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
     yield function(*args)
 
 
@@ -93,11 +93,9 @@ def each(
 ) -> Iterator[list[Any]]:  # fmt: skip
     """What `function(*args)` yields on the ranks of a new process group: all ranks' first items, their second, ...
 
-    A list comes as soon as every rank has yielded its item. The function must be importable (no lambda).
-    After `timeout` seconds (None: never) every rank is ended and a RankError is raised; a single collective that waits
-    for `collective_timeout` seconds is an error of its rank. The first call of a process may name modules to `preload`,
-    which every rank then has imported from the start. After the first error the others have `grace` seconds to end by
-    themselves.
+    The function must be importable (no lambda). `timeout` seconds (None: no limit) are for everything; a collective
+    that waits for `collective_timeout` seconds is an error of its rank. The first call of a process may name modules to
+    `preload` for all ranks. After the first error the others have `grace` seconds to end by themselves.
     """
     if not 1 <= ranks <= RANKS_LIMIT:
         raise ValueError(f"{ranks} ranks, each a process here: on this machine there can be 1 to {RANKS_LIMIT}")
@@ -128,11 +126,11 @@ def heard(*signals: signal.Signals) -> list[signal.Signals]:
 
 
 @contextmanager
-def handling(handler: Callable[..., Any], *signals: signal.Signals) -> Iterator[dict[signal.Signals, Any]]:
-    """Meanwhile this handles those of the signals that are `heard`; gives the handlers before."""
+def handling(handler: Callable[..., Any], *signals: signal.Signals) -> Iterator[None]:
+    """Meanwhile this handles those of the signals that are `heard`."""
     before = {number: signal.signal(number, handler) for number in heard(*signals)}
     try:
-        yield before
+        yield
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
@@ -169,8 +167,8 @@ def collect(pipes: list[Connection], started: list[Any], deadline: float, grace:
                 kind, value = "error", (f"ended without a word: {end_of(started[rank])}", "")
             if kind == "item":
                 items[rank].append(value)
-                continue
-            del waiting[rank]
+            else:
+                del waiting[rank]
             if kind == "error":
                 errors[rank] = RankError(rank, *value)
                 deadline = min(deadline, time.monotonic() + grace)
@@ -187,9 +185,7 @@ def end_of(process: Any) -> str:
     """How a process that just closed its pipe ended."""
     process.join(GRACE)
     code = process.exitcode
-    if code is None:
-        return "its pipe closed, and it still runs"
-    return f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"killed by signal {-code} ({signal.Signals(-code).name})" if code and code < 0 else f"exit status {code}"
 
 
 def root_cause(errors: dict[int, RankError]) -> RankError:
@@ -213,7 +209,8 @@ def work(
 
     for number in TERMINALS:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    if parent := multiprocessing.parent_process():
+        end_without(parent.is_alive)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault(SHARING, "1")
     torch.set_num_threads(1)
@@ -234,32 +231,35 @@ def work(
         os._exit(1)
 
 
-def join(device: str) -> None:
-    """Join the ranks that torchrun started: each has a GPU, through NCCL, or all share those that are here, by gloo."""
+def join(device: str, timeout: float = 600.0) -> None:
+    """Join the ranks that another program started: each has a GPU, through NCCL, or all share those here, by gloo.
+
+    Each attempt of torchrun has its own words in its store, which has those of the attempts before.
+    """
     import torch
     import torch.distributed as dist
 
-    backend = "gloo"
+    backend, gpu, patience = "gloo", None, timedelta(seconds=timeout)
     if device == "cuda":
-        gpus = torch.cuda.device_count()
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
-        backend = "nccl" if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"
+        gpus, neighbours = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
         os.environ.setdefault(SHARING, "1")
-    dist.init_process_group(backend)
+        if neighbours <= gpus:
+            backend, gpu = BACKENDS["cuda"], torch.device("cuda", torch.cuda.current_device())
+    store, rank, ranks = next(iter(dist.rendezvous("env://", timeout=patience)))
+    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience, device_id=gpu)
 
 
-def end_with_parent() -> None:
-    """Send this rank a SIGTERM when the process that started it is gone: training saves, all else ends."""
-    if parent := multiprocessing.parent_process():
-        parent.join()
+def end_without(alive: Callable[[], bool]) -> None:
+    """Send this rank a SIGTERM when what started it is gone: training saves, all else ends."""
+
+    def watch() -> None:
+        while alive():
+            time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
-
-def end_with_launcher(launcher: int) -> None:
-    """The same for a rank that another program started."""
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def send(pipe: Connection, kind: str, value: Any = None) -> None:

@@ -6,6 +6,7 @@ A command is a module with a docstring, a dataclass `Options` whose fields are i
 """
 
 import dataclasses
+import os
 import sys
 import types
 import typing
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import ringattn
-from ringattn.conf.keys import allow, default_of, expected, meaning, nearest, whole
+from ringattn.conf.keys import allow, expected, listed, nearest, whole
 from ringattn.conf.keys import option as option
+from ringattn.conf.keys import show as show
 from ringattn.launch.processes import sentence
 
 COMMANDS = {
@@ -89,9 +91,8 @@ def overview() -> str:
 
 def usage(name: str, about: str, options: Any) -> str:
     """What --help shows: the docstring of a command, and its keys with their defaults and meaning."""
-    fields = dataclasses.fields(options)
-    rows = [f"  {f.name}={show(default_of(f))}".ljust(34) + "  " + meaning(f) for f in fields]
-    return "\n".join([f"usage: ringattn {name} [key=value ...]", "", about.strip(), "", *rows])
+    keys = listed((f.name, f) for f in dataclasses.fields(options))
+    return f"usage: ringattn {name} [key=value ...]\n\n{about.strip()}\n\n{keys}"
 
 
 def values(words: list[str], options: type) -> dict[str, Any]:
@@ -104,14 +105,10 @@ def values(words: list[str], options: type) -> dict[str, Any]:
     given = {}
     for word in words:
         key, equals, text = word.partition("=")
-        key = key.lstrip("-").replace("-", "_")
         if not equals:
-            if word.startswith("-") and hints.get(key) is bool:
-                text = "true"
-            elif key in fields or word.startswith("-"):
-                raise ValueError(f"{word!r} is not KEY=VALUE; give {key}=VALUE")
-            else:  # the first field's value
-                key, text = next(iter(fields)), word
+            if key in fields or word.startswith("-"):
+                raise ValueError(f"{word!r} is not KEY=VALUE; give {key.lstrip('-')}=VALUE")
+            key, text = next(iter(fields)), word
         if key not in fields:
             raise ValueError(f"no option {key!r}{nearest(key, fields)} (there are {', '.join(fields)})")
         if key in given:
@@ -143,18 +140,6 @@ def convert(key: str, text: str, hint: Any) -> Any:
 
 def writable(path: Path) -> Path:
     """The file that out= names; an OSError before the work begins if it cannot be written."""
-    new = not path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise OSError(f"out={path} cannot be written ({error.strerror}); give another out=FILE") from None
-    if new:
-        path.unlink()
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OSError(f"out={path} cannot be written; give another out=FILE")
     return path
-
-
-def show(value: Any) -> str:
-    """A value as it is written on the command line."""
-    if value is None:
-        return "null"
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

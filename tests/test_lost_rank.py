@@ -169,7 +169,6 @@ def agreeing_to_stop(folder: str, sizes: dict[str, int]) -> Callable[[], object]
 def a_checkpoint(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(layer.parameters())
-    checkpoint.start_moments(optimizer)
     saved = checkpoint.Checkpoints(
         Path(folder).with_suffix(".run"), 1, dist.new_group(timeout=timedelta(seconds=SHORT))
     )

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import re
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -17,10 +15,9 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import run as run_ranks
 from ringattn.conf.schema import Cluster, Data, Model, Strategy, Train
-from ringattn.launch.train import data, estimate, parallelize, report, torchrun
+from ringattn.launch.train import data, estimate, parallelize, torchrun
 from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
-from ringattn.launch.train.estimate import step_flops
 from ringattn.launch.train.trainer import batch_loss, learning_rate
 from ringattn.masks.bands import bounds
 from tests.training import TINY, over, where
@@ -86,7 +83,7 @@ def test_bfloat16_keeps_float32_master_weights(tmp_path):
 def test_a_dry_run_foresees_the_memory_that_was_measured(row):
     m = Model(head_dim=128, **{k: row[k] for k in ("dim", "layers", "heads", "kv_heads", "hidden", "vocab")})
     config = Train(model=m, precision="bfloat16", strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]))
-    decoder = parallelize.build(m, 0, torch.device("meta"))
+    decoder = parallelize.build(config, torch.device("meta"))
     result = estimate.peak_memory(config, decoder, row["tokens"] // row["ranks"], row["ranks"])
     assert result / 2**20 == pytest.approx(row["memory_mib"], rel=0.2)
 
@@ -95,36 +92,30 @@ def test_the_picture_has_both_runs_and_a_panel_for_memory_only_where_it_was_meas
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     steps = [{"kind": "step", "step": i, "loss": 3.0 - i} for i in range(3)]
     memory = [{"kind": "memory", "step": -1, "seq_len": 64, "memory_mib": 3.0}]
-    alone, both = (report.figure_of({"2 ranks": rows, "1 rank": steps}) for rows in (steps, [*steps, *memory]))
+    alone, both = (train.figure_of({"2 ranks": rows, "1 rank": steps}) for rows in (steps, [*steps, *memory]))
     titles = [[axes.get_title() for axes in figure.axes] for figure in (alone, both)]
     assert titles == [["loss"], ["loss", "memory that one pass adds"]]
     assert [len(axes.lines) for axes in both.axes] == [2, 1] and both.axes[1].get_legend() is None
     assert all(tick == round(tick) for tick in both.axes[0].get_xticks())
-    assert report.picture(tmp_path, {"2 ranks": steps}) == f", picture {tmp_path}/picture.svg"
+    assert train.picture(tmp_path, {"2 ranks": steps}) == f", picture {tmp_path}/picture.svg"
     assert (tmp_path / "picture.svg").stat().st_size
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert report.picture(tmp_path, {}).startswith("; no picture: matplotlib cannot be imported")
+    assert train.picture(tmp_path, {}).startswith("; no picture: matplotlib cannot be imported")
 
 
-def test_flops_count_the_pairs_that_the_mask_leaves():
-    lengths = [5, 1, 9, 33]
-    for window in (None, 4, 40):
-        m = dataclasses.replace(TINY.model, window=window)
-        spec, docs = ra.AttentionSpec(window=window), ra.Docs.from_lengths(lengths)
-        begin, end = bounds(spec, np.arange(48), 48, docs=docs)
-        itself = estimate.train_flops(dataclasses.replace(m, window=1), [48])  # every token sees itself
-        more = int((end - begin).sum()) - 48
-        assert estimate.train_flops(m, lengths) == pytest.approx(itself + 12 * more * m.layers * m.dim)
-
-
-def test_a_step_counts_its_documents(tmp_path):
+def test_flops_count_the_pairs_that_the_mask_leaves(tmp_path):
     for i, size in enumerate((40, 33, 24)):
         (tmp_path / f"{i}").write_bytes(bytes(size))
-    whole = Train(model=TINY.model, data=Data(path=str(tmp_path), held_out=0), seq_len=48, batch=2)
-    for documents, expected in (("", [[48], [48]]), ("files", [[40, 8], [25, 23]])):
-        samples = data.Samples(data.open_corpus(whole.data, 256), 48, 0, held_out=0, documents=documents)
-        job = SimpleNamespace(config=whole, samples=samples, a_step=2)
-        assert step_flops(job, 3) == pytest.approx(sum(estimate.train_flops(TINY.model, x) for x in expected))
+    decoder = parallelize.build(TINY, torch.device("meta"))
+    for documents, lengths in (("", [[48], [48]]), ("files", [[40, 8], [25, 23]])):
+        for window in (None, 4, 40):
+            m = dataclasses.replace(TINY.model, window=window)
+            config = Train(model=m, data=Data(path=str(tmp_path), held_out=0, documents=documents), seq_len=48, batch=2)
+            spec, docs = ra.AttentionSpec(window=window), ra.Docs.from_lengths(lengths)
+            pairs = sum(int((e - b).sum()) for b, e in [bounds(spec, np.arange(48), 48, docs=docs)])
+            itself = dataclasses.replace(config, model=dataclasses.replace(m, window=1))  # every token sees itself
+            flops = [estimate.step_flops(c, decoder, data.of(c), step=3) for c in (itself, config)]
+            assert flops[1] == pytest.approx(flops[0] + 12 * (pairs - 96) * m.layers * m.dim)
 
 
 def test_packed_documents_are_as_if_each_were_alone(tmp_path):
@@ -140,7 +131,7 @@ def test_packed_documents_are_as_if_each_were_alone(tmp_path):
     runs = over(2, jobs, tmp_path / "runs")
     assert runs["dealt"] == pytest.approx(runs["zigzag"], abs=1e-5)
     result = runs["packed"]
-    decoder = parallelize.build(TINY.model, TINY.seed, torch.device("cpu"))
+    decoder = parallelize.build(TINY, torch.device("cpu"))
     documents = [torch.tensor(list((files / f"{i}").read_bytes()))[None] for i in range(3)]
     losses = [decoder(x[:, :-1], labels_BT=x[:, 1:]) for x in documents]
     assert result == pytest.approx([torch.cat(losses, 1).mean().item()], abs=1e-5)
@@ -169,7 +160,7 @@ def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strateg
         loss = batch_loss(job, batch)
         return float(loss), plans[0].layout, plans[0].seq_len
 
-    counted = np.concatenate([(1000 * w.tokens[:-1] + w.tokens[1:])[w.predicted(48)] for w in batch])
+    counted = np.concatenate([np.delete(1000 * w.tokens[:-1] + w.tokens[1:], w.starts - 1) for w in batch])
     expected = pytest.approx(float(counted.mean()), rel=1e-6), layout, 96 if layout == "balanced" else 48
     assert run_ranks(one_rank, ring=2) == [expected] * 2
 
@@ -180,9 +171,7 @@ def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strateg
         ({"data": Data(path="/nowhere")}, "data.path=/nowhere does not exist"),
         ({"cluster": Cluster(kind="torchrun")}, "no ranks were started; run torchrun"),
         ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),
-        ({"model": Model(vocab=100)}, "use model.vocab=256"),
         ({"strategy": Strategy(ring=3)}, "does not make 2 ranks; change these, or start 3\n"),
-        ({"resume": "nowhere"}, "nowhere cannot be read"),
         ({"device": "cuda"}, "torch sees no GPU"),
     ],
 )
@@ -198,30 +187,14 @@ def test_what_needs_no_rank_is_refused_in_a_sentence_before_one_is_started(
 
 
 def test_an_address_where_no_ray_answers_is_an_error_at_once(monkeypatch):
-    ray = SimpleNamespace(init=lambda **options: options)
+    ray = SimpleNamespace(init=lambda address, **options: None)
     monkeypatch.setitem(sys.modules, "ray", ray)
     for dead in ("127.0.0.1:1", "ray://127.0.0.1:1"):
         with pytest.raises(ValueError, match=rf"cluster\.address={dead}: .*refused; is the cluster up"):
-            on_ray.connect(Train(cluster=Cluster(kind="ray", address=dead)))
+            on_ray.connect(dead)
     with socket.create_server(("127.0.0.1", 0)) as server:
         for alive in (f"127.0.0.1:{server.getsockname()[1]}", "auto", "local"):
-            assert on_ray.connect(Train(cluster=Cluster(kind="ray", address=alive))) is ray
-
-
-def test_a_signal_to_rays_driver_asks_the_ranks_to_stop_and_a_second_ctrl_c_waits_for_nobody():
-    """A background job of a script, which ignores Ctrl-C, still does."""
-    asked = []
-    for first in (signal.SIGTERM, signal.SIGINT):
-        with pytest.raises(KeyboardInterrupt), on_ray.stopping(lambda: asked.append(1)):
-            os.kill(os.getpid(), first)
-            os.kill(os.getpid(), signal.SIGINT)
-    assert asked == [1, 1]
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    assert usual is signal.default_int_handler
-    with on_ray.stopping(lambda: asked.append(1)):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
-            os.kill(os.getpid(), number)
-    assert len(asked) == 3 and signal.signal(signal.SIGINT, usual) is signal.SIG_IGN
+            assert on_ray.connect(alive) is ray
 
 
 def test_the_rate_warms_up_and_falls_to_its_end():
@@ -231,24 +204,13 @@ def test_the_rate_warms_up_and_falls_to_its_end():
 
 
 @pytest.mark.parametrize(("machine", "ranks"), [("h100", 1024), ("a100", 2)])
-def test_a_dry_run_starts_no_rank_and_says_how_long_and_whether_it_fits(machine, ranks, capsys, tmp_path):
+def test_a_dry_run_starts_no_rank_and_says_whether_it_fits(machine, ranks, capsys, tmp_path):
     big = Model(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocab=128256)
     config = dataclasses.replace(TINY, model=big, seq_len=2**20, folder=str(tmp_path), device="cuda", nproc=ranks)
     config = dataclasses.replace(config, data=Data())  # all of the standard library
     assert train.local(dataclasses.replace(config, machine=machine, dry_run=True)) == 0
     output = capsys.readouterr().out
-    assert f"ranks              {ranks} on cuda" in output and re.search(r"speed  +[\d,]+ tokens/s, \d+% of", output)
+    assert f"ranks              {ranks} on cuda" in output
     assert re.search(r"fits  +yes, " if ranks > 2 else r"fits  +no: more ranks", output) and not list(
         tmp_path.iterdir()
     )
-
-
-@pytest.mark.parametrize("row", MEASURED[:2], ids=lambda row: f"{row['layers']} blocks, {row['tokens']} tokens")
-def test_a_dry_run_foresees_the_time_of_a_step_that_was_measured(row):
-    m = Model(head_dim=128, **{k: row[k] for k in ("dim", "layers", "heads", "kv_heads", "hidden", "vocab")})
-    config = Train(model=m, precision="bfloat16", seq_len=row["tokens"], device="cuda", nproc=row["ranks"],
-                   strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]))  # fmt: skip
-    flops = estimate.train_flops(m, [row["tokens"]])
-    config = train.resolved(dataclasses.replace(config, dry_run=True), row["ranks"])
-    result = estimate.step_seconds(config, parallelize.plan_of(config), estimate.machine_of(config), flops)
-    assert result == pytest.approx(row["step_s"], rel=0.2)

@@ -33,7 +33,6 @@ def test_documents_are_files_or_what_a_token_ends(tmp_path):
     assert bytes(sample("files", 0).tokens.astype(np.uint8)) == b"abcde"
     assert sample("files", 0).starts.tolist() == [3] and sample("files", 1).starts.tolist() == [3]
     assert sample("files", 0).lengths(4) == [3, 1] and sample("files", 1).lengths(4) == [3, 1]
-    assert sample("files", 1).predicted(4).tolist() == [True, True, False, True]
     assert sample(str(ord("_")), 1).starts.tolist() == [2] and sample("", 1).lengths(4) == [4]
 
 

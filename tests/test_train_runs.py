@@ -1,7 +1,6 @@
 """What a run leaves in its folder: a checkpoint goes on anywhere; nothing half-written or of another run is read."""
 
 import dataclasses
-import fcntl
 import io
 import json
 import os
@@ -66,15 +65,13 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     others = {
         "model.dim is 32 there and 64 here": {"model": Model(dim=64)},
         r"seed is 0 there and 7 here; seq_len is 96 there and 48 here": {"seed": 7, "seq_len": 48},
-        r"data.tokens is '\d+ with checksum \w+' there and '\d+ with": {
-            "data": dataclasses.replace(TINY.data, suffix="r.py")
-        },
+        r"tokens of data.path is \d+ there and \d+ here": {"data": dataclasses.replace(TINY.data, suffix="r.py")},
         "batch x accumulate x strategy.data is 1 there and 3 here": {"batch": 3},
     }
     for text, change in others.items():
         assert re.search(text, message(dataclasses.replace(TINY, **change)))
     state = (path / "state.json").rename(path / "elsewhere")
-    assert "state.json is no regular file); none is older" in message(TINY)
+    assert "state.json is no regular file); name an older one" in message(TINY)
     state.rename(path / "state.json")
     half = path.with_name("step-00000009.part")
     path.rename(half)
@@ -83,15 +80,18 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
 
 
 def test_a_run_goes_on_from_what_was_named_until_it_has_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "load", lambda path, *args: {**checkpoint.read_state(path), "steps": 5})
+    monkeypatch.setattr(trainer, "load", lambda path, *args: checkpoint.read_state(path)["step"])
     monkeypatch.setattr(trainer, "about", lambda config, corpus: {})
     named = made(tmp_path / "other", 1)
 
     def goes_on(resume: str | None) -> int:
         config = dataclasses.replace(TINY, resume=resume)
-        job = SimpleNamespace(config=config, step=0, decoder=None, optimizer=None)
-        job.samples = SimpleNamespace(corpus=None)
-        trainer.resume(job, SimpleNamespace(folder=tmp_path / "run", group=None))
+        job = SimpleNamespace(config=config, step=0, decoder=None, optimizer=None, rank0=True)
+        job.samples, job.checkpoints = (
+            SimpleNamespace(corpus=None),
+            SimpleNamespace(folder=tmp_path / "run", group=None),
+        )
+        trainer.resume(job)
         return job.step
 
     with one_process():
@@ -100,21 +100,18 @@ def test_a_run_goes_on_from_what_was_named_until_it_has_saved(tmp_path, monkeypa
         assert [goes_on(None), goes_on("auto"), goes_on(str(named))] == [2, 2, 2]
 
 
-def test_a_log_of_steps_without_a_checkpoint_is_kept(tmp_path, capsys):
+def test_a_log_of_steps_without_a_checkpoint_is_kept(tmp_path):
     log = tmp_path / "metrics.jsonl"
     log.write_text('{"kind": "step", "step": 1}\n')
     metrics.forget_after(log, 0)
     assert log.read_text() == "" and metrics.read(tmp_path / "metrics.jsonl.before") == [{"kind": "step", "step": 1}]
-    message = f"{tmp_path} has no checkpoint to go on from, so this begins anew; the log of before is {log}.before\n"
-    assert capsys.readouterr().err == message
     metrics.forget_after(log, 0)
-    assert capsys.readouterr().err == "" and metrics.read(tmp_path / "metrics.jsonl.before")
+    assert metrics.read(tmp_path / "metrics.jsonl.before")
 
 
-def test_a_torn_or_foreign_line_in_the_log_is_left_out(tmp_path):
+def test_a_torn_line_in_the_log_is_left_out(tmp_path):
     log, good = tmp_path / "metrics.jsonl", {"kind": "step", "step": 1, "loss": 0.1}
-    foreign = ["[]", "3", '{"step": 1}', "\xff", '{"kind": "st']
-    log.write_text("\n".join([json.dumps(good), *foreign]), encoding="latin-1")
+    log.write_text("\n".join([json.dumps(good), "\xff", '{"kind": "st']), encoding="latin-1")
     assert metrics.read(log) == [good]
     metrics.forget_after(log, 1)
     assert log.read_text() == json.dumps(good) + "\n"
@@ -184,7 +181,6 @@ def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
     """Writing takes as long as it likes beside the training; the copies lie in memory that is kept."""
     layer = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(layer.parameters())
-    checkpoint.start_moments(optimizer)
     may, write = threading.Event(), checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: may.wait() and write(*args))
     with one_process():
@@ -214,12 +210,6 @@ def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
         assert train.local(dataclasses.replace(config, **more)) == 2
         expected = f"ringattn train: {tmp_path}/run holds a run; use resume=auto to go on, or another run=NAME\n"
         assert capsys.readouterr().err == expected
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-    with (tmp_path / "run" / "config.json").open() as other:
-        fcntl.flock(other, fcntl.LOCK_EX)  # as a run does that still goes on
-        assert train.local(dataclasses.replace(config, resume="auto", steps=3)) == 2
-        output = capsys.readouterr().err
-        assert f"another run is writing to {tmp_path}/run; wait for its end, or use another run=NAME" in output
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert train.local(dataclasses.replace(config, resume="auto")) == 0
 

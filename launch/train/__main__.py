@@ -2,6 +2,6 @@
 
 import sys
 
-from ringattn.launch.train.start import main
+from ringattn.launch.words import main
 
-sys.exit(main())
+sys.exit(main(["train", *sys.argv[1:]]))

@@ -15,23 +15,27 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ringattn.comms import lost, messages
 from ringattn.conf.schema import Train
 from ringattn.launch.train import data
 from ringattn.launch.train.metrics import echo
+from ringattn.launch.train.torchrun import together
 
 
 class Checkpoints:
@@ -68,7 +72,7 @@ class Checkpoints:
                 continue
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name not in self.copies:
-                self.begins[name] = begin_of_rows(tensor)
+                self.begins[name] = begins_at(tensor)
                 self.copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             with torch.cuda.stream(side_stream):
                 self.copies[name].copy_(local, non_blocking=True)
@@ -85,8 +89,8 @@ class Checkpoints:
         whole, rank0 = self.folder / f"step-{step:08d}", dist.get_rank() == 0
         part = whole.with_name(f"{whole.name}.part")
         try:
-            self.together(lambda: self.begin(part) if rank0 else None)
-            files = self.together(lambda: self.write_file(part))
+            together(lambda: self.begin(part) if rank0 else None, self.group)
+            files = together(lambda: self.write_file(part), self.group)
             if rank0:
                 self.publish(part, whole, {**state, "files": dict(files)})
         except Exception as error:
@@ -96,24 +100,11 @@ class Checkpoints:
                 raise ConnectionError(f"could not save step {step}: {lost.who_is_missing(str(error))}") from error
             raise OSError(f"could not save {whole} ({error}); free space, or use folder=PATH") from error
 
-    def together(self, action: Callable[[], Any]) -> list[Any]:
-        """Do something on all ranks; the ranks' results, or one error on all of them."""
-        result = problem = None
-        try:
-            result = action()
-        except Exception as error:
-            problem = f"{error}" or type(error).__name__
-        everyone = messages.gather([result, problem], self.group)
-        if problem := next((problem for _, problem in everyone if problem is not None), None):
-            raise OSError(problem)
-        return [result for result, _ in everyone]
-
     def begin(self, part: Path) -> None:
         """An empty folder to write into. The run's own folder is not made again if it was deleted."""
-        if not self.folder.parent.is_dir():
-            raise FileNotFoundError(f"{self.folder.parent} was deleted or moved while the run wrote to it")
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        self.folder.mkdir(exist_ok=True)
+        part.mkdir()
 
     def write_file(self, folder: Path) -> tuple[str, str]:
         """This rank's rows, and in the header where they begin in the whole tensors; the file's name and checksum."""
@@ -131,7 +122,7 @@ class Checkpoints:
         shutil.rmtree(whole, ignore_errors=True)
         part.rename(whole)
         on_disk(self.folder)
-        for old in [p for p in numbered(self.folder) if step_of(p) <= step_of(whole)][: -self.keep]:
+        for old in [path for path in numbered(self.folder) if step_of(path) <= step_of(whole)][: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     def finish(self, wait: bool = True) -> None:
@@ -148,30 +139,22 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     return {name: weight.detach() for name, weight in named.items()} | moments
 
 
-def begin_of_rows(tensor: Tensor) -> list[int]:
-    """Where a rank's rows begin in the whole tensor, as FSDP2 deals them."""
+def begins_at(tensor: Tensor) -> list[int]:
+    """Where a rank's part begins in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return [0] * tensor.dim()
-    mesh, rows = tensor.device_mesh, len(tensor)
-    assert mesh.ndim == 1 and tensor.placements[0].is_shard(0), tensor.placements
-    return [min(rows, mesh.get_local_rank() * -(-rows // mesh.size())), *[0] * (tensor.dim() - 1)]
+    return [*compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]]
 
 
-def start_moments(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW's moments before its first step, so that there is something to load into."""
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            counted = weight.device if group["fused"] else None  # where fused AdamW looks for its steps
-            zeros = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-            optimizer.state[weight] = {"step": torch.zeros((), device=counted), **zeros}
-
-
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> dict[str, Any]:
-    """Everything back where it was; returns the saved state. A checkpoint of another training is refused first."""
-    state = matching(path, about)
-    start_moments(optimizer)
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> int:
+    """Everything back where it was; returns the step. A checkpoint of another training is refused first (`about`)."""
+    state = read_state(path)
+    differ = [f"{k} is {state.get(k)!r} there and {x!r} here" for k, x in about.items() if state.get(k) != x]
+    if differ:
+        raise ValueError(f"{path} is of another training: {'; '.join(differ)}; use the same, or start another run=NAME")
+    _init_optim_state(optimizer)  # moments to load into
     load_tensors(path, tensors(model, optimizer))
-    return state
+    return state["step"]
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -181,7 +164,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
     except CheckpointException as error:  # which is no Exception
-        raise unreadable({path: str(next(iter(error.failures.values()))[0])}) from error
+        raise unreadable(path, str(next(iter(error.failures.values()))[0])) from error
 
 
 def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
@@ -189,19 +172,19 @@ def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
 
     All ranks check together, each its share of the files; the list is rank 0's, which prints what it skips.
     """
-    problems: dict[Path, str] = {}
-    paths, rank, ranks = [Path(path) for path in everyones([str(path) for path in paths], group)[0]], 0, 1
+    problems: list[ValueError] = []
+    names, rank, ranks = everyones([str(path) for path in paths], group)[0], 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for path in reversed(paths):
+    for path in map(Path, reversed(names)):
         problem = next(filter(None, everyones(damage(path, rank, ranks), group)), None)
         if problem is None:
-            for broken, why in problems.items() if rank == 0 else ():
-                echo(f"{broken} cannot be read ({why}); goes on from an older one")
+            for skipped in problems if rank == 0 else ():
+                echo(f"{skipped}; goes on from an older one")
             return path
-        problems[path] = problem
+        problems.append(unreadable(path, problem))
     if problems:
-        raise unreadable(problems)
+        raise ValueError(f"{'; '.join(map(str, problems))}; name an older one (resume=PATH), or start another run=NAME")
     return None
 
 
@@ -216,31 +199,21 @@ def about(config: Train, corpus: data.Corpus) -> dict[str, Any]:
         **{f"model.{name}": value for name, value in dataclasses.asdict(config.model).items()},
         "seed": config.seed,
         "seq_len": config.seq_len,
-        "batch x accumulate x strategy.data": config.batch * config.accumulate * config.strategy.data,
+        "batch x accumulate x strategy.data": config.a_step,
         "data.documents": config.data.documents,
         "data.held_out": config.data.held_out,
-        "data.tokens": f"{len(corpus)} with checksum {data.checksum(corpus):08x}",  # wherever they lie now
+        "tokens of data.path": len(corpus),  # wherever they lie now
     }
 
 
-def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The saved state of a checkpoint of this training (`about`); a ValueError for any other."""
-    state = read_state(path)
-    differ = [f"{k} is {state.get(k)!r} there and {x!r} here" for k, x in about.items() if state.get(k) != x]
-    if differ:
-        raise ValueError(f"{path} is of another training: {'; '.join(differ)}; use the same, or start another run=NAME")
-    return state
-
-
 def step_of(path: Path) -> int:
-    """The step after which a checkpoint was saved, by its name; -1 for what has no checkpoint's name."""
-    match = re.fullmatch(r"step-([0-9]{8,18})", path.name)
-    return int(match[1]) if match else -1
+    """The step after which a checkpoint was saved, by its name."""
+    return int(path.name.removeprefix("step-"))
 
 
 def numbered(folder: Path) -> list[Path]:
     """All that has a checkpoint's name, oldest first."""
-    return sorted((p for p in folder.glob("step-*") if step_of(p) >= 0), key=step_of)
+    return sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8,18}", p.name)), key=step_of)
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -252,7 +225,7 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """The state of a checkpoint, whose other files are not checked; a ValueError if it cannot be read."""
     if problem := damage(path):
-        raise unreadable({path: problem})
+        raise unreadable(path, problem)
     return json.loads((path / "state.json").read_bytes())
 
 
@@ -273,12 +246,8 @@ def damage(path: Path, rank: int = 0, ranks: int = 0) -> str | None:
     return None
 
 
-def unreadable(problems: dict[Path, str]) -> ValueError:
-    """The error for broken checkpoints, with the older ones."""
-    what = "; ".join(f"{path} cannot be read ({' '.join(why.split())})" for path, why in problems.items())
-    older = [str(path) for path in numbered(min(problems).parent) if path < min(problems)]
-    instead = f"use resume=PATH to go on from one of: {', '.join(older)}" if older else "none is older"
-    return ValueError(f"{what}; {instead}, or start another run=NAME")
+def unreadable(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path} cannot be read ({' '.join(why.split())})")
 
 
 def regular(file: Path) -> Path:
@@ -290,11 +259,7 @@ def regular(file: Path) -> Path:
 
 def checksum(file: Path) -> str:
     """CRC-32, which finds damage at several GB a second."""
-    crc = 0
-    with file.open("rb", buffering=0) as opened:
-        while block := opened.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return f"{crc:08x}"
+    return f"{zlib.crc32(np.memmap(file, mode='r')):08x}"
 
 
 def digest(state: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """The configuration of a run: from the command's words, with every `auto` decided, and the folder that it names."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,41 +14,36 @@ from pathlib import Path
 import torch
 
 from ringattn.conf import schema
+from ringattn.conf.keys import listed
 from ringattn.conf.schema import Strategy, Train
 from ringattn.launch.processes import WRONG_INPUT, sentence
 from ringattn.launch.train import torchrun
 
 USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
 
-Groups choose files of conf/, keys change single values; --cfg job prints the result, --config-dir DIR adds your own
-files.
+Groups choose files of conf/, keys change single values; --config-dir DIR adds your own files.
 """
 
 PATIENCE = 20.0  # seconds that a rank waits for rank 0 to report a problem
 
 
-def run(words: list[str], task: Callable[[Train], int | None]) -> int | None:
+def run(words: list[str], task: Callable[[Train], int]) -> int:
     """`task(config)` for the configuration that the words make, whose exit status this returns.
 
     A wrong configuration is one sentence from rank 0 and status 2.
     """
     if "-h" in words or "--help" in words:
-        print(f"{USAGE}\n{schema.choices()}\n\n{schema.explain()}")
+        print(f"{USAGE}\n{schema.choices()}\n\n{listed(schema.every_key())}")
         return 0
     try:
-        from ringattn.conf import compose  # which needs Hydra
+        from ringattn.conf.compose import composed  # which needs Hydra
 
-        given = compose.options(words)
-        config = compose.composed(given)
+        config = composed(words)
     except (ImportError, ValueError) as error:
         text = sentence(error)
         if text is None:
             raise
         return complain(text)
-    if given.cfg:
-        if torchrun.rank() == 0:
-            print(compose.as_yaml(config), end="")
-        return 0
     return task(config)
 
 
@@ -64,21 +60,24 @@ def complain(problem: str, status: int = WRONG_INPUT) -> int:
     return status
 
 
-def resolved(config: Train, ranks: int | None) -> Train:
-    """The configuration with every `auto` decided that can be before there are ranks: `nproc` and `device` too."""
-    gpus = torch.cuda.device_count()
+def resolved(config: Train, ranks: int | None = None, gpus: int | None = None) -> Train:
+    """The configuration with every `auto` decided that can be before there are ranks: `nproc` and `device` too.
+
+    `ranks` is given where they were started; `gpus` where they will not run here.
+    """
+    gpus = torch.cuda.device_count() if gpus is None else gpus
     device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
     if device == "cuda" and not gpus and not config.dry_run:
-        raise ValueError("device=cuda, and torch sees no GPU here; use device=cpu, or dry_run=true to look first")
+        raise ValueError("device=cuda, and torch sees no GPU; use device=cpu, or dry_run=true to look first")
     s = config.strategy
     if s.ulysses is None:
         s = dataclasses.replace(s, ring=s.ring or 1)
     fixed, flexible = s.data * (s.ring or 1) * (s.ulysses or 1), s.ring is None or s.ulysses is None
     if ranks is None:
-        there = gpus if device == "cuda" else 0
-        ranks = config.nproc or there or (math.lcm(2, fixed) if flexible else fixed)
+        of_gpus = gpus if device == "cuda" else 0
+        ranks = config.nproc or of_gpus or (math.lcm(2, fixed) if flexible else fixed)
         if device == "cuda" and ranks > gpus and not config.dry_run:
-            raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
+            raise ValueError(f"nproc={ranks} ranks need a GPU each, and there are {gpus}; use nproc={gpus}")
     if ranks % fixed if flexible else fixed != ranks:
         raise ValueError(
             f"strategy.data={s.data} x ring={s.ring} x ulysses={s.ulysses} does not make {plural(ranks)}; "
@@ -106,21 +105,18 @@ def new_folder(config: Train) -> Path:
     name = config.run or torchrun.run_name()
     if name is None and config.resume == "auto":
         raise ValueError("resume=auto goes on with a run by its name, and none was given; use run=NAME")
-    name = name or time.strftime("%Y%m%d-%H%M%S")
-    folder, count = Path(config.folder) / name, 1
-    while config.run is None and not torchrun.started() and folder.exists():
-        folder, count = Path(config.folder) / f"{name}-{count}", count + 1
+    folder = Path(config.folder) / (name or time.strftime("%Y%m%d-%H%M%S"))
     log = folder / "metrics.jsonl"
     taken = (log.is_file() and log.stat().st_size) or any(folder.glob("checkpoints/step-*/state.json"))
-    restarted = torchrun.attempt() > 0 and launcher_of(folder) == torchrun.run_name()
-    if taken and config.resume != "auto" and not restarted:
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    ours = attempt > 0 and launcher_of(folder) == torchrun.run_name()
+    if taken and config.resume != "auto" and not ours:
         raise ValueError(f"{folder} holds a run; use resume=auto to go on, or another run=NAME")
     return folder
 
 
 def launcher_of(folder: Path) -> str | None:
     """The name of the torchrun whose ranks wrote a run's config.json."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return json.loads((folder / "config.json").read_text()).get("launcher")
-    except (OSError, ValueError):
-        return None
+    return None

@@ -4,13 +4,10 @@ Order is a pure function of (seed, how many sequences were seen): there is no st
 another number of ranks reads the same sequences.
 """
 
-import bisect
 import os
 import sysconfig
-import zlib
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,28 +27,27 @@ class Corpus:
     files: tuple[Path, ...]
     dtype: np.dtype = np.dtype(np.uint8)  # noqa: RUF009 (immutable)
     vocab: int = 256
-    ends: tuple[int, ...] = field(init=False)  # the end of each file, in tokens
 
-    def __post_init__(self) -> None:
-        sizes = [f.stat().st_size // self.dtype.itemsize for f in self.files]
-        object.__setattr__(self, "ends", tuple(accumulate(sizes)))
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """The end of each file, in tokens."""
+        return np.cumsum([file.stat().st_size // self.dtype.itemsize for file in self.files])
 
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return int(self.ends[-1]) if self.files else 0
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) as int64."""
-        blocks, i = [], bisect.bisect_right(self.ends, start)
-        while count > 0:
-            begin = self.ends[i - 1] if i else 0
-            here = min(count, self.ends[i] - start)
-            offset = (start - begin) * self.dtype.itemsize
-            block = np.fromfile(self.files[i], self.dtype, here, offset=offset)
-            if len(block) < here:
-                raise ValueError(f"{self.files[i]} is shorter than when the run began; do not change data meanwhile")
-            blocks.append(block)
-            start, count, i = start + here, count - here, i + 1
+        first, last = np.searchsorted(self.ends, (start, start + count - 1), "right")
+        blocks = []
+        for i in range(first, last + 1):
+            begin, end = int(self.ends[i - 1]) if i else 0, int(self.ends[i])
+            low, high = max(start, begin), min(start + count, end)
+            offset = (low - begin) * self.dtype.itemsize
+            blocks.append(np.fromfile(self.files[i], self.dtype, high - low, offset=offset))
         tokens = np.concatenate(blocks).astype(np.int64)
+        if len(tokens) < count:
+            raise ValueError(f"{self.name} is shorter than when the run began; do not change data meanwhile")
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.vocab:
             raise ValueError(
@@ -59,11 +55,6 @@ class Corpus:
                 f"data.tokens, or use model.vocab={high + 1} or more"
             )
         return tokens
-
-    def ends_within(self, start: int, count: int) -> np.ndarray:
-        """Where files end after 1 to `count` - 1 of the tokens from `start` on."""
-        first, last = bisect.bisect_right(self.ends, start), bisect.bisect_left(self.ends, start + count)
-        return np.array(self.ends[first:last], np.int64) - start
 
 
 class Sample(NamedTuple):
@@ -75,12 +66,6 @@ class Sample(NamedTuple):
     def lengths(self, count: int) -> list[int]:
         """The documents' parts among the first `count` tokens."""
         return np.diff([0, *self.starts[self.starts < count], count]).tolist()
-
-    def predicted(self, count: int) -> np.ndarray:
-        """Whether each of `count` tokens predicts its successor: not if another document begins there."""
-        inside = np.ones(count, bool)
-        inside[self.starts[self.starts <= count] - 1] = False
-        return inside
 
 
 @dataclass(frozen=True)
@@ -118,22 +103,21 @@ class Samples:
     def train(self, number: int) -> Sample:
         """The `number`-th training sequence of the run."""
         epoch, i = divmod(number, len(self))
-        return self.sample(self.split()[shuffled(len(self), self.seed, 1, epoch)[i]])
+        return self.of_split(shuffled(len(self), self.seed, 1, epoch)[i])
 
     def evaluation(self, number: int) -> Sample:
-        return self.sample(self.split()[len(self) + number])
+        return self.of_split(len(self) + number)
+
+    def of_split(self, index: int) -> Sample:
+        """One of all samples, shuffled once: the last `kept` are held out."""
+        return self.sample(shuffled(self.total, self.seed, 0)[index])
 
     def sample(self, index: int) -> Sample:
         start, count = int(index) * self.seq_len, self.seq_len + 1
-        tokens = self.corpus.read(start, count)
+        tokens, ends = self.corpus.read(start, count), self.corpus.ends
         if self.documents == "files":
-            return Sample(tokens, self.corpus.ends_within(start, count))
-        ends = np.flatnonzero(tokens[:-1] == int(self.documents)) + 1 if self.documents else np.empty(0, np.int64)
-        return Sample(tokens, ends)
-
-    def split(self) -> np.ndarray:
-        """All samples, shuffled once: the last `kept` are held out."""
-        return shuffled(self.total, self.seed, 0)
+            return Sample(tokens, ends[(start < ends) & (ends < start + count)] - start)
+        return Sample(tokens, np.flatnonzero(tokens[:-1] == int(self.documents or -1)) + 1)
 
 
 @lru_cache(maxsize=4)
@@ -163,8 +147,6 @@ def open_corpus(data: Data, vocab: int) -> Corpus:
     corpus = Corpus("the Python standard library" if stdlib else str(path), tuple(files), dtype, vocab)
     if len(corpus) == 0:
         raise ValueError(f"data.path={path} holds no file {suffix} with anything in it; look at data.suffix too")
-    if vocab < 256 and data.tokens is None:
-        raise ValueError(f"model.vocab={vocab} is too small for bytes; use model.vocab=256")
     for file in files:
         if file.stat().st_size % dtype.itemsize:
             raise ValueError(f"{file} has no whole number of {dtype} tokens; use data.tokens=TYPE as it was written")
@@ -178,10 +160,3 @@ def find(folder: Path, suffix: str, skip: tuple[str, ...] = ()) -> list[Path]:
         folders[:] = [f for f in folders if f not in (*NOT_OURS, *skip) and f[0] != "."]
         files += [Path(at, n) for n in names if n.endswith(suffix) and not n.startswith(".")]
     return sorted(f for f in files if f.is_file() and f.stat().st_size)
-
-
-def checksum(corpus: Corpus) -> int:
-    """A checksum of 16 evenly spaced pieces; other data almost surely has another."""
-    count = max(1, min(len(corpus), 1 << 16) // 16)
-    starts = [i * ((len(corpus) - count) // 15) for i in range(16)]
-    return zlib.crc32(b"".join(corpus.read(start, count).astype("<i8").tobytes() for start in starts))

@@ -1,24 +1,16 @@
-"""A run counted before anything is tried, for a dry run: a rank's memory at its peak, a step's flops and time.
+"""A run counted before anything is tried, for a dry run: a rank's memory at its peak, and a step's flops.
 
 What grows with the tokens is counted in numbers a token, of the run's precision. The runs of
-benchmarks/train-h200.jsonl hold memory to a fifth. A step's time is that of attention as the plan predicts it on the
-described machine, and of all other matrix products at the machine's rate; FSDP's transfers are hidden behind them.
+benchmarks/train-h200.jsonl hold memory to a fifth.
 """
-
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from ringattn.conf.schema import Model, Train
 from ringattn.launch.train import data, parallelize
-from ringattn.launch.train.checkpoint import about, matching
-from ringattn.launch.train.model import AT_ONCE, Decoder, head_dim
+from ringattn.launch.train.model import GATE_LIMIT, Decoder, head_dim
 from ringattn.models.pieces import LOGITS, tokens_at_once
-from ringattn.plans.machine import ITEMS, Machine, load, of_device
-from ringattn.plans.plan import Plan
+from ringattn.plans.machine import load, of_device
 
 STATE = 16  # bytes of a weight, its gradient and its two moments, in float32
 GRADIENT = 4  # of these, the gradient's, which do not exist yet when backward begins
@@ -26,7 +18,6 @@ GRADIENT = 4  # of these, the gradient's, which do not exist yet when backward b
 # all query heads, and each call's gradients come beside their sum.
 ATTENTION = {"cudnn": 3.0}
 ATTENTION_OF_OTHERS = 1.9
-RECOMPUTED = {"none": 0.0, "pointwise": 0.0, "cheap": 0.5, "block": 1.0}  # of the products of forward that run twice
 
 
 def peak_memory(config: Train, decoder: Decoder, local_len: int, ranks: int) -> float:
@@ -63,7 +54,7 @@ def at_work(config: Train, tokens: int) -> float:
     m, recompute = config.model, config.strategy.recompute
     heads, keys = head_dim(m) * m.heads, head_dim(m) * m.kv_heads
     in_pieces = recompute in ("cheap", "block")
-    gate = min(tokens * m.hidden, AT_ONCE) if in_pieces else tokens * m.hidden
+    gate = min(tokens * m.hidden, GATE_LIMIT) if in_pieces else tokens * m.hidden
     mlp = 3 * (tokens * m.dim + gate)  # activations computed again, their gradients
     numbers = ATTENTION.get(config.strategy.kernel, ATTENTION_OF_OTHERS) * 4 * (heads + keys)
     attention = numbers + 2 * m.dim  # beside the norm's output and the gradient of the other branch
@@ -71,25 +62,20 @@ def at_work(config: Train, tokens: int) -> float:
     return max(mlp, tokens * (attention - gone))  # what the MLP kept is gone by then, and out is counted in `kept`
 
 
-def train_flops(model: Model, documents: Sequence[int]) -> float:
-    """Flops of one sequence of documents, forward and backward: 6 a weight and token, 12 a visible pair, head and head
-    dim. Whole sequences are one document.
+def step_flops(config: Train, decoder: Decoder, samples: data.Samples, step: int = 0) -> float:
+    """Flops of all ranks in a step, forward and backward: 6 a weight and token, 12 a visible pair, head and head dim.
 
     Linear attention is counted as its recurrence: 12 per token, head and number in a state.
     """
-    dim, inner = head_dim(model), head_dim(model) * model.heads
-    softmax = model.layers // model.softmax_every
-    linear = model.layers - softmax
-    matrices = (
-        softmax * model.dim * (2 * inner + 2 * model.kv_heads * dim)
-        + linear * model.dim * 4 * inner  # q and k of half the size, v, the output's gate, out
-        + model.layers * 3 * model.dim * model.hidden
-        + model.dim * model.vocab
-    )
-    pairs = sum(visible(n, model.window or n) for n in documents)
-    seq_len = sum(documents)
-    states = seq_len * max(1, dim // 2)
-    return 6.0 * matrices * seq_len + 12.0 * inner * (softmax * pairs + linear * states)
+    m, documents = config.model, [config.seq_len] * config.a_step
+    if samples.documents:
+        drawn = (samples.train(step * config.a_step + i) for i in range(config.a_step))
+        documents = [length for sample in drawn for length in sample.lengths(config.seq_len)]
+    weights = sum(p.numel() for p in decoder.parameters() if p.dim() > 1) - decoder.embed.weight.numel()
+    dim, softmax, tokens = head_dim(m), m.layers // m.softmax_every, sum(documents)
+    pairs = softmax * sum(visible(n, m.window or n) for n in documents)
+    states = (m.layers - softmax) * tokens * max(1, dim // 2)
+    return 6.0 * weights * tokens + 12.0 * dim * m.heads * (pairs + states)
 
 
 def visible(tokens: int, window: int) -> int:
@@ -98,63 +84,24 @@ def visible(tokens: int, window: int) -> int:
     return window * (window + 1) // 2 + (tokens - window) * window
 
 
-def step_flops(job: Any, step: int) -> float:
-    """Flops of all ranks in a step, from its documents, which every rank can read."""
-    m, seq_len = job.config.model, job.config.seq_len
-    if not job.samples.documents:
-        return job.a_step * train_flops(m, [seq_len])
-    sequences = range(step * job.a_step, (step + 1) * job.a_step)
-    return sum(train_flops(m, job.samples.train(i).lengths(seq_len)) for i in sequences)
-
-
 def report(config: Train) -> str:
     """The whole report of a dry run that starts no rank; `config` is resolved."""
-    m, s, ranks = config.model, config.strategy, config.nproc or 1
-    machine, plan, samples = machine_of(config), parallelize.plan_of(config), data.of(config)
-    if config.resume not in (None, "auto"):
-        matching(Path(config.resume), about(config, samples.corpus))
-    decoder = parallelize.build(m, config.seed, torch.device("meta"), recompute=s.recompute, precision=config.precision)
-    a_step = config.batch * config.accumulate * s.data
-    lengths = [samples.train(i).lengths(config.seq_len) for i in range(a_step)] if samples.documents else None
-    flops = sum(train_flops(m, n) for n in lengths or [[config.seq_len]] * a_step)
-    memory = peak_memory(config, decoder, plan.local_len, ranks)
-    seconds = step_seconds(config, plan, machine, flops)
-    used = flops / ranks / seconds / (machine.products * 1e12)
-    fits = "yes" if memory <= machine.memory else "no: more ranks, strategy.recompute or a shorter seq_len"
-    rows = {
-        "ranks": f"{ranks} on {config.device}, {config.precision}",
-        "weights": f"{sum(p.numel() for p in decoder.parameters()) / 1e6:.2f} million in {m.layers} blocks",
-        "a step": f"{config.seq_len} tokens x {a_step} sequences, {plan.local_len} tokens of each a rank",
-        "data": f"{samples.corpus.name}: {len(samples.corpus) / 1e6:.1f} million tokens, {len(samples)} sequences",
-        "peak memory": f"about {in_words(memory)} a rank: state, what is kept for backward, and what is at work",
-        "fits": f"{fits}, {in_words(memory)} of {in_words(machine.memory)}",
-        "flops": f"{flops:.3g} a step",
-        "predicted": f"{seconds:.3g} s a step on {machine.name}",
-        "speed": f"{a_step * config.seq_len / seconds:,.0f} tokens/s, {used:.0%} of what its matrix products reach",
-    }
-    return "\n".join([*(f"{name:<18} {what}" for name, what in rows.items()), "", plan.explain()])
-
-
-def in_words(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB"
-
-
-def step_seconds(config: Train, plan: Plan, machine: Machine, flops: float) -> float:
-    """Seconds of a step: attention as predicted, and the other products at the machine's rate."""
-    m, best, ranks = config.model, json.loads(plan.explain(json=True))["candidates"][0], config.nproc or 1
-    again = RECOMPUTED[config.strategy.recompute]
-    calls = m.layers // m.softmax_every * config.batch * config.accumulate
-    attention = calls * (best["seconds"] + (again == 1.0) * best["forward"]["seconds"])
-    pairs = visible(config.seq_len, m.window or config.seq_len) * config.batch * config.accumulate
-    inner = head_dim(m) * m.heads * config.strategy.data
-    others = flops - 12.0 * inner * (m.layers // m.softmax_every) * pairs
-    slower = ITEMS[config.precision] / 2 if machine.device != "cpu" else 1.0  # float32 products take twice as long
-    slower *= machine.crowd(ranks)
-    return attention + slower * max(0.0, others) * (1 + again / 3) / ranks / (machine.products * 1e12)
-
-
-def machine_of(config: Train) -> Machine:
+    m, ranks = config.model, config.nproc or 1
     machine = of_device(config.device) if config.machine is None else load(config.machine)
     if machine.device != config.device:
         raise ValueError(f"machine={config.machine}: it describes {machine.device}, and device={config.device}")
-    return machine
+    plan, samples = parallelize.plan_of(config), data.of(config)
+    decoder = parallelize.build(config, torch.device("meta"))
+    memory = peak_memory(config, decoder, plan.local_len, ranks) / 2**30
+    room = machine.memory / 2**30
+    fits = "yes" if memory <= room else "no: more ranks, strategy.recompute or a shorter seq_len"
+    rows = {
+        "ranks": f"{ranks} on {config.device}, {config.precision}",
+        "weights": f"{sum(p.numel() for p in decoder.parameters()) / 1e6:.2f} million in {m.layers} blocks",
+        "a step": f"{config.seq_len} tokens x {config.a_step} sequences, {plan.local_len} tokens of each a rank",
+        "data": f"{samples.corpus.name}: {len(samples.corpus) / 1e6:.1f} million tokens, {len(samples)} sequences",
+        "peak memory": f"about {memory:.3g} GiB a rank: state, what is kept for backward, and what is at work",
+        "fits": f"{fits}, {memory:.3g} GiB of {room:.3g} GiB",
+        "flops": f"{step_flops(config, decoder, samples):.3g} a step",
+    }
+    return "\n".join([*(f"{name:<18} {what}" for name, what in rows.items()), "", plan.explain()])

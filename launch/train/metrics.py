@@ -62,11 +62,10 @@ def status(name: str) -> int:
 
 
 def echo(text: str, stream: Any = None, end: str = "\n") -> None:
-    """Write to stderr, or another stream; if it is closed, drop the text without an error."""
+    """Write to stderr, or another stream; if nobody reads it any more, drop the text without an error."""
     stream = stream or sys.stderr
     try:
-        stream.write(text + end)
-        stream.flush()
+        print(text, file=stream, end=end, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -96,31 +95,15 @@ class Progress:
             echo("", self.stream)
 
 
-def mfu(share: float | None) -> str:
-    """The model flops utilization in words, to follow others; nothing on a CPU."""
-    return "" if share is None else f", MFU {share:.0%}"
+def mfu(share: Any) -> str:
+    """The model flops utilization in words, to follow others; nothing where it is not known, as on a CPU."""
+    return f", MFU {share:.0%}" if share else ""
 
 
-class Log:
-    """metrics.jsonl in the run's folder, which only rank 0 writes."""
-
-    def __init__(self, folder: Path):
-        with writing(folder / "metrics.jsonl"):
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = (folder / "metrics.jsonl").open("a")
-
-    def write(self, kind: str, step: int, **figures: Any) -> dict[str, Any]:
-        row = {"kind": kind, "step": step, **figures}
-        with writing(self.file.name):
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
-        if not Path(self.file.name).exists():  # it can still be written to, and is lost
-            raise FileNotFoundError(f"{self.file.name} was deleted or moved while the run wrote to it")
-        return row
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # every row is already written
-            self.file.close()
+def append(path: Path, row: dict[str, Any]) -> None:
+    """One more row of metrics.jsonl."""
+    with writing(path), path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 @contextlib.contextmanager
@@ -139,23 +122,18 @@ def forget_after(path: Path, step: int) -> None:
     If that is all rows, because there is no checkpoint, the file is kept under another name.
     """
     rows = read(path)
-    if rows and step == 0:
-        echo(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {path}.before")
-        path.replace(f"{path}.before")
-    unfinished = path.with_name(f"{path.name}.part")
     with writing(path):
+        if rows and step == 0:
+            path.replace(f"{path}.before")
+        unfinished = path.with_name(f"{path.name}.part")
         unfinished.write_text("".join(f"{json.dumps(row)}\n" for row in rows if 0 <= row["step"] <= step))
         unfinished.replace(path)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in the order of steps; of several with the same step and kind, the last.
-
-    A line that was torn, as by a full disk, is left out.
-    """
-    rows = {}
+    """The rows of metrics.jsonl. A line that was torn, as by a full disk, is left out."""
+    rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
-            rows[row["step"], row["kind"]] = row
-    return [rows[k] for k in sorted(rows)]
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows

@@ -21,22 +21,22 @@ from ringattn.plans.plan import Plan
 
 # Kept beside attention if only pointwise work is recomputed: what travelled, and matrix products.
 PRODUCTS = torch.ops.ringattn.tokens_before.default, torch.ops.aten.mm.default
-AT_ONCE = 2**30  # the most numbers of a gate at a time, if memory matters most
+GATE_LIMIT = 2**30  # numbers of a gate at a time, if memory matters most
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), optionally for a few tokens at a time, whose gate has at most `at_once` numbers."""
+    """down(silu(gate(x)) * up(x)), optionally for a few tokens at a time: at most `gate_limit` numbers of a gate."""
 
-    def __init__(self, dim: int, hidden: int, at_once: int | None = None):
+    def __init__(self, dim: int, hidden: int, gate_limit: int | None = None):
         super().__init__()
         self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
-        self.at_once = at_once
+        self.gate_limit = gate_limit
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        if self.at_once is None:
+        if self.gate_limit is None:
             return self.of(x_BTC)
-        tokens = tokens_at_once(self.at_once, self.gate.out_features, len(x_BTC))
+        tokens = tokens_at_once(self.gate_limit, self.gate.out_features, len(x_BTC))
         return in_pieces(self.of, tokens, x_BTC, weights=list(self.parameters()))
 
     def of(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Block(nn.Module):
         self.recompute = recompute
         self.attention_norm, self.mlp_norm = nn.RMSNorm(model.dim), nn.RMSNorm(model.dim)
         self.attention = linear_attention(model) if linear else softmax_attention(model)
-        self.mlp = SwiGLU(model.dim, model.hidden, AT_ONCE if recompute in ("cheap", "block") else None)
+        self.mlp = SwiGLU(model.dim, model.hidden, GATE_LIMIT if recompute in ("cheap", "block") else None)
 
     def forward(self, x: Tensor, plan: Plan | None, positions: Tensor | None, docs: Docs | None = None) -> Tensor:
         if self.recompute == "none" or not torch.is_grad_enabled():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn import choosing
-from ringattn.conf.schema import Model, Train
+from ringattn.conf.schema import Train
 from ringattn.launch.train.model import Block, Decoder, head_dim
 from ringattn.masks.spec import AttentionSpec
 from ringattn.plans.plan import Plan
@@ -34,25 +34,24 @@ def plan_of(config: Train, mesh: Any = None) -> Plan:
     )
 
 
-def build(
-    model: Model, seed: int, device: torch.device, mesh: Any = None, *, recompute: str = "none",
-    precision: str = "float32", compile: bool = False,
-) -> Decoder:  # fmt: skip
+def build(config: Train, device: torch.device, mesh: Any = None) -> Decoder:
     """The decoder, with weights that depend on the seed alone, sharded over all ranks of a `mesh` (FSDP2).
 
     It is made part by part, so that no rank ever holds more than its shard and one whole block. The master weights are
-    float32 whatever the `precision`, "float32" or "bfloat16".
+    float32 whatever the precision.
     """
+    seed, layers = config.seed, config.model.layers
+    place = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     with torch.device("meta"):
-        decoder = Decoder(model, recompute)
-    for name in (*(f"blocks.{i}" for i in range(model.layers)), "embed", "norm", "head", ""):  # the whole comes last
+        decoder = Decoder(config.model, config.strategy.recompute)
+    for name in (*(f"blocks.{i}" for i in range(layers)), "embed", "norm", "head", ""):  # the whole comes last
         module = decoder.get_submodule(name)
         module.to_empty(device=device, recurse=name != "")
-        initialise(module, name, seed, model.layers, (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size()))
-        if compile and isinstance(module, Block):
+        initialise(module, name, seed, layers, place)
+        if config.compile and isinstance(module, Block):
             module.compile(fullgraph=True)
         if mesh is not None:
-            shard(module, mesh, precision)
+            shard(module, mesh, config.precision)
     return decoder
 
 

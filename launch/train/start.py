@@ -10,27 +10,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
-from ringattn.comms import lost, messages
+from ringattn.comms import lost
 from ringattn.conf.schema import Train
 from ringattn.launch import processes
-from ringattn.launch.train import configured, data, torchrun
+from ringattn.launch.train import configured, data, metrics, torchrun
 from ringattn.launch.train.configured import new_folder, on_one_rank, plural, resolved
-from ringattn.launch.train.metrics import echo
-from ringattn.launch.train.report import again, finish
+from ringattn.launch.train.metrics import echo, mfu, writing
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: list[str]) -> int:
     """Compose the configuration and run it where it says."""
-    words = sys.argv[1:] if words is None else words
-    if torchrun.started():
-        torchrun.end_on_signals()
-    status = configured.run(words, under_torchrun if torchrun.started() else local)
-    if status is None:
-        sys.stdout.flush()
-        os._exit(0)  # an ordinary end would wait for the fork server's imports; it ends by itself
-    return status
+    if not torchrun.started():
+        return configured.run(words, local)
+    torchrun.follow_launcher()
+    return configured.run(words, under_torchrun)
 
 
 def work(*arguments: Any, **more: Any) -> dict[str, Any]:
@@ -40,8 +36,8 @@ def work(*arguments: Any, **more: Any) -> dict[str, Any]:
     return trainer.work(*arguments, **more)
 
 
-def local(config: Train) -> int | None:
-    """Start the ranks; the exit status, or None if a signal stopped them."""
+def local(config: Train) -> int:
+    """Start the ranks, here or by Ray; the exit status."""
     folder: Path | None = None
     try:
         if config.cluster.kind == "torchrun":
@@ -51,32 +47,21 @@ def local(config: Train) -> int | None:
 
             summary, folder = ray.fit(config, work)
             finish(config, folder, {"Ray": folder}, summary)
-            return None if summary["stopped"] else 0
-        config = resolved(config, None)
+            return 0
+        config = resolved(config)
         folder = new_folder(config)
-        check(config)
+        data.of(config)  # which is an error where it is missing or too short
         if config.dry_run:
             return foresee(config)
         announce(config, folder)
-        return trained_and_compared(config, folder)
-    except torchrun.Stopped:
-        echo("stopped before the first step; there is nothing to save", sys.stdout)
-        return None
+        train_and_compare(config, folder)
     except (processes.RankError, ModuleNotFoundError, *processes.BAD) as error:
         status = processes.status(error)
         echo(f"ringattn train: {processes.sentence(error) or error}")
         if status == processes.FAILED and folder is not None and (folder / "checkpoints").exists():
             echo(again(config, folder))
         return status
-
-
-def check(config: Train) -> None:
-    """Check what can be checked without ranks: the data, and the checkpoint."""
-    data.of(config)
-    if config.resume not in (None, "auto"):
-        from ringattn.launch.train.checkpoint import read_state
-
-        read_state(Path(config.resume))
+    return 0
 
 
 def foresee(config: Train) -> int:
@@ -94,29 +79,22 @@ def announce(config: Train, folder: Path) -> None:
     echo(f"trains {what}, {where}; writes to {folder}")
 
 
-def trained(config: Train, folder: Path) -> dict[str, Any]:
-    """The figures of rank 0, of ranks that are started here."""
-    limit, now = config.cluster.timeout, time.time()
-    return torchrun.local(work, config.nproc or 1, config.device, config, str(folder), now, patience=limit)[0]
+def train_and_compare(config: Train, folder: Path) -> None:
+    """Train, and then, for the picture, the same with the same seed on one rank."""
 
+    def trained(config: Train, folder: Path) -> dict[str, Any]:
+        given = (config, str(folder), time.time())
+        return torchrun.local(work, config.nproc or 1, config.device, *given, patience=config.cluster.timeout)[0]
 
-def trained_and_compared(config: Train, folder: Path) -> int | None:
-    """Train, and then, for the picture, the same with the same seed on one rank; None if a signal stopped either."""
     ranks = config.nproc or 1
-    summary = trained(config, folder)
-    runs, stopped = {plural(ranks): folder}, summary["stopped"]
-    if config.reference and ranks > 1 and not stopped and config.resume is None:
+    summary, runs = trained(config, folder), {plural(ranks): folder}
+    if config.reference and ranks > 1 and not summary["stopped"] and config.resume is None:
         echo("the same on one rank:")
-        try:
-            stopped = trained(on_one_rank(config), folder / "one-rank")["stopped"]
-        except torchrun.Stopped:
-            stopped = True
-        if stopped:
+        if trained(on_one_rank(config), folder / "one-rank")["stopped"]:
             echo("the comparison was stopped", sys.stdout)
         else:
             runs["1 rank"] = folder / "one-rank"
     finish(config, folder, runs, summary)
-    return None if stopped else 0
 
 
 def under_torchrun(config: Train) -> int:
@@ -128,8 +106,9 @@ def under_torchrun(config: Train) -> int:
         config = resolved(config, int(os.environ["WORLD_SIZE"]))
         if config.dry_run:
             return foresee(config) if rank == 0 else 0
-        torchrun.join(config.device, config.cluster.timeout)
-        folder = shared_folder(config)
+        processes.join(config.device, config.cluster.timeout)
+        with lost.missing_named("before the training"):  # rank 0 chooses
+            folder = Path(torchrun.together(lambda: str(new_folder(config)) if rank == 0 else "")[0])
         if rank == 0:
             announce(config, folder)
         summary = record(work)(config, str(folder), began)
@@ -148,16 +127,69 @@ def under_torchrun(config: Train) -> int:
     return 0
 
 
-def shared_folder(config: Train) -> Path:
-    """Rank 0's choice of folder on every rank, or its refusal."""
-    folder = problem = ""
-    if dist.get_rank() == 0:
-        try:
-            folder = str(new_folder(config))
-        except ValueError as error:
-            problem = str(error)
-    with lost.missing_named("before the training"):
-        folder, problem = messages.gather([folder, problem])[0]
-    if problem:
-        raise ValueError(problem)
-    return Path(folder)
+def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any]) -> None:
+    """The summary of the first of the runs, and the picture of all beside each other, from their logs."""
+    step = summary["step"]
+    if summary["stopped"]:
+        return echo(f"stopped after step {step} of {config.steps}, saved; {again(config, folder)}", sys.stdout)
+    if "first_step" not in summary:
+        return echo(f"nothing to train: already at step {step} of {config.steps}; give steps=N to go on", sys.stdout)
+    rows = {name: metrics.read(path / "metrics.jsonl") for name, path in runs.items()}
+    main, *others = ([row for row in each if row["kind"] == "step"] for each in rows.values())
+    median = {name: np.median([row[name] or 0.0 for row in main]) for name in ("tokens_per_second", "mfu")}
+    held_out = f", {summary['held_out']:.4f} on held-out text" if "held_out" in summary else ""
+    lines = [
+        f"loss {main[0]['loss']:.4f} -> {main[-1]['loss']:.4f} in {len(main)} steps{held_out}",
+        f"{median['tokens_per_second']:,.0f} tokens/s{mfu(median['mfu'])}, "
+        f"rank 0 held {max(row['memory_mib'] for row in main):,.0f} MiB at most, "
+        f"first step after {summary['first_step']:.1f} s",
+    ]
+    for other in others:
+        gap = max(abs(a["loss"] - b["loss"]) for a, b in zip(main, other, strict=True))
+        lines.append(f"on one rank the loss is the same to {gap:.1e} at every step")
+    lines.append(f"written to {folder}{picture(folder, rows) if config.picture else ''}")
+    echo("\n".join(lines), sys.stdout)
+
+
+def again(config: Train, folder: Path) -> str:
+    """How to go on with a run: the words about model and data must be given again."""
+    return f"go on with the same words and folder={config.folder} run={folder.name} resume=auto"
+
+
+def picture(folder: Path, runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Draw picture.svg, each run's loss and measured memory; in words, where it is."""
+    try:
+        import matplotlib
+
+        from ringattn.launch.commands.plot import STYLE, write
+    except ImportError:
+        return "; no picture: matplotlib cannot be imported (pip install 'ringattn[plot]')"
+    with matplotlib.rc_context(STYLE), writing(folder / "picture.svg"):
+        write(figure_of(runs), folder / "picture.svg")
+    return f", picture {folder / 'picture.svg'}"
+
+
+def figure_of(runs: dict[str, list[dict[str, Any]]]) -> Any:
+    """The picture's panels: loss over steps, and where it was measured memory over lengths."""
+    from ringattn.launch.commands.plot import RANKS, panels
+
+    count = 1 + any(row["kind"] == "memory" for rows in runs.values() for row in rows)
+    figure, (axes,) = panels(1, count, 4.5 * count, 3.4, wspace=0.25)
+    for i, (name, rows) in enumerate(runs.items()):
+        style = {"linewidth": 4, "alpha": 0.4} if i else {"zorder": 3}
+        for panel, kind, x, y, more in (
+            (axes[0], "step", "step", "loss", style),
+            (axes[-1], "memory", "seq_len", "memory_mib", {"marker": "o"}),
+        ):
+            points = [(row[x], row[y]) for row in rows if row["kind"] == kind]
+            if points:
+                panel.plot(*zip(*points, strict=True), color=RANKS[i % len(RANKS)], label=name, **more)
+    axes[0].set(xlabel="step", ylabel="loss (nats a token)", title="loss")
+    axes[0].locator_params("x", integer=True)
+    axes[0].legend(loc="upper right")
+    for right in axes[1:]:
+        right.set(title="memory that one pass adds", xlabel="sequence length", ylim=(0, None))
+        right.set_ylabel("MiB a rank, beside what it held before")
+        if len(right.lines) > 1:
+            right.legend()
+    return figure

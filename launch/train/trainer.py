@@ -1,8 +1,6 @@
 """What every rank of a training run does: set up, step, evaluate, save. Only rank 0 writes."""
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import os
@@ -12,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +27,7 @@ from ringattn.launch.train import data, estimate, metrics, model, parallelize, t
 from ringattn.launch.train.checkpoint import Checkpoints, about, load, newest, numbered
 from ringattn.launch.train.torchrun import Stop
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.models.batch import IGNORED, local_batch
+from ringattn.models.batch import IGNORED, following, local_batch
 from ringattn.models.loss import token_mean
 from ringattn.plans.plan import Plan
 
@@ -48,14 +46,18 @@ class Job:
     samples: data.Samples
     decoder: model.Decoder
     optimizer: torch.optim.Optimizer
+    checkpoints: Checkpoints
     started_at: float
+    rank0: bool = field(default_factory=lambda: dist.get_rank() == 0)  # which alone writes
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def a_step(self) -> int:
-        """Sequences of all ranks in one step of the optimizer."""
-        return self.config.batch * self.config.accumulate * self.axis.size
+    def log(self, kind: str, step: int, **figures: Any) -> dict[str, Any]:
+        """Write a row of metrics.jsonl, on rank 0."""
+        row = {"kind": kind, "step": step, **figures}
+        if self.rank0:
+            metrics.append(self.folder / "metrics.jsonl", row)
+        return row
 
 
 def work(
@@ -68,37 +70,33 @@ def work(
     patience = timedelta(seconds=config.cluster.timeout)
     stop = Stop(dist.new_group(backend="gloo", timeout=patience), should_stop)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // torchrun.neighbours()) if device.type == "cpu" else 1)
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))  # on this machine
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours) if device.type == "cpu" else 1)
     with lost.missing_named("preparing the training"):
         job = prepare(config, Path(folder), device, started_at)
-    rank0 = dist.get_rank() == 0
-    with contextlib.closing(save_config(job)) if rank0 else contextlib.nullcontext():
-        try:
-            stopped = train(job, stop, Checkpoints(job.folder, config.keep, dist.new_group(None, patience, "gloo")))
-        except (RuntimeError, ConnectionError) as error:
-            named = in_words(error, job.step)
-            if named is None:
-                raise
+    try:
+        stopped = train(job, stop)
+    except (RuntimeError, ConnectionError) as error:
+        if named := in_words(error, job.step):
             raise named from None
+        raise
     return {"stopped": stopped, "step": job.step, **job.seconds}
 
 
-def train(job: Job, stop: Stop, checkpoints: Checkpoints) -> bool:
+def train(job: Job, stop: Stop) -> bool:
     """Train to the end of the run, or until a rank gets a request to stop; returns whether one did."""
-    config, log = job.config, None
-    resume(job, checkpoints)
-    if dist.get_rank() == 0:
-        if job.step < config.steps:
-            metrics.forget_after(job.folder / "metrics.jsonl", job.step)
-        log = metrics.Log(job.folder)
-    with contextlib.closing(log) if log else contextlib.nullcontext():
-        begun = job.step
-        stopped = loop(job, checkpoints, log, stop)
-        checkpoints.finish()
-        if not stopped:
-            evaluate(job, log)
-            if config.reference and job.step > begun:
-                probe_memory(job, log)
+    resume(job)
+    begun = job.step
+    if job.rank0:
+        save_config(job)
+        if begun < job.config.steps:
+            metrics.forget_after(job.folder / "metrics.jsonl", begun)
+    stopped = loop(job, stop)
+    job.checkpoints.finish()
+    if not stopped:
+        evaluate(job)
+        if job.config.reference and job.step > begun:
+            probe_memory(job)
     return stopped
 
 
@@ -113,58 +111,54 @@ def in_words(error: RuntimeError | ConnectionError, step: int) -> ConnectionErro
 
 def prepare(config: Train, folder: Path, device: torch.device, started_at: float) -> Job:
     """The mesh, the plan, the data, the model and its optimizer."""
-    s, m = config.strategy, config.model
-    samples = data.of(config)
+    s, samples = config.strategy, data.of(config)
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
     limit = timedelta(seconds=config.cluster.timeout)
     lost.set_timeout(limit)
     meshes.set_timeouts(limit, mesh, everyone)
     plan = parallelize.plan_of(config, mesh)
-    decoder = parallelize.build(
-        m, config.seed, device, everyone, recompute=s.recompute, precision=config.precision, compile=config.compile
-    )
+    decoder = parallelize.build(config, device, everyone)
     o = config.optimizer
     matrices = [p for p in decoder.parameters() if p.dim() > 1]
     norms = [p for p in decoder.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=device.type == "cuda")
-    return Job(config, folder, device, plan, meshes.axis(mesh, "data"), samples, decoder, optimizer, started_at)
+    axis, checkpoints = meshes.axis(mesh, "data"), Checkpoints(folder, config.keep, dist.new_group(None, limit, "gloo"))
+    return Job(config, folder, device, plan, axis, samples, decoder, optimizer, checkpoints, started_at)
 
 
-def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop) -> bool:
+def loop(job: Job, stop: Stop) -> bool:
     """Steps until the last one, or until a rank gets a request to stop; returns whether one did."""
     config, memory, stopping = job.config, metrics.Memory(job.device), False
-    peak, ranks = metrics.peak_flops(job.device), dist.get_world_size()
-    progress = metrics.Progress(job.step, config.steps) if log else None
+    peak, flops = (metrics.peak_flops(job.device) or 0.0) * dist.get_world_size(), 0.0
+    progress = metrics.Progress(job.step, config.steps)
     memory.reset()
     while job.step < config.steps and not stopping:
         begin = time.perf_counter()
         loss, norm = train_step(job)
         job.step += 1
         seconds = time.perf_counter() - begin
-        if "first_step" not in job.seconds:
-            job.seconds["first_step"] = time.time() - job.started_at
-            if config.save_every:
-                checkpoints.copy(job.decoder, job.optimizer)  # only so that no step waits for the memory
+        job.seconds.setdefault("first_step", time.time() - job.started_at)
         if not math.isfinite(loss):
             raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
-        if log and progress:
-            row = log.write(
+        if job.rank0:
+            if peak:
+                flops = estimate.step_flops(config, job.decoder, job.samples, job.step - 1)
+            row = job.log(
                 "step", job.step, loss=loss, norm=norm, lr=job.optimizer.param_groups[0]["lr"], seconds=seconds,
-                tokens_per_second=job.a_step * config.seq_len / seconds,
-                mfu=estimate.step_flops(job, job.step - 1) / seconds / peak / ranks if peak else None,
-                memory_mib=memory.peak() / MIB,
+                tokens_per_second=config.a_step * config.seq_len / seconds, memory_mib=memory.peak() / MIB,
+                mfu=flops / seconds / peak if peak else None,
             )  # fmt: skip
             progress.show(row)
-        checkpoints.finish(wait=False)
+        job.checkpoints.finish(wait=False)
         stopping = stop.agreed()
         due = config.save_every and (job.step % config.save_every == 0 or job.step == config.steps)
         if config.keep and (stopping or due):
-            save(job, checkpoints, log)
-        if config.eval_every and job.step % config.eval_every == 0 and job.step < config.steps and not stopping:
-            evaluate(job, log)
-    if progress:
+            begin = time.perf_counter()
+            job.checkpoints.save(job.step, job.decoder, job.optimizer, about(config, job.samples.corpus))
+            job.log("save", job.step, seconds=time.perf_counter() - begin)
+    if job.rank0:
         progress.close()
     return job.step < config.steps
 
@@ -177,7 +171,9 @@ def train_step(job: Job) -> tuple[float, float]:
     total: Tensor | float = 0.0
     for micro in range(config.accumulate):
         job.decoder.set_requires_gradient_sync(micro == config.accumulate - 1)  # type: ignore[operator]
-        loss = batch_loss(job, train_batch(job, micro)) / config.accumulate
+        first = job.step * config.a_step + (micro * job.axis.size + job.axis.rank) * config.batch
+        batch = [job.samples.train(first + i) for i in range(config.batch)]
+        loss = batch_loss(job, batch) / config.accumulate
         loss.backward()
         total = total + loss.detach()
     norm = nn.utils.clip_grad_norm_(job.decoder.parameters(), config.optimizer.clip)
@@ -195,54 +191,44 @@ def learning_rate(config: Train, step: int) -> float:
     return o.lr * (o.final + (1 - o.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def train_batch(job: Job, micro: int) -> list[data.Sample]:
-    """This data rank's sequences of one micro-batch."""
-    batch = job.config.batch
-    first = job.step * job.a_step + (micro * job.axis.size + job.axis.rank) * batch
-    return [job.samples.train(first + i) for i in range(batch)]
-
-
 def batch_loss(job: Job, batch: list[data.Sample]) -> Tensor:
     """The mean cross entropy of the next token, over all ranks; its gradient is this rank's share.
 
     Documents do not see each other, and no token predicts the first one of the next document.
     """
-    length, docs = job.plan.seq_len, None
-    whole = torch.from_numpy(np.stack([w.tokens for w in batch])[:, : length + 1])
-    inputs, labels = whole[:, :-1], whole[:, 1:]
+    length, docs, all_docs = job.plan.seq_len, None, None
+    whole = torch.from_numpy(np.stack([sample.tokens for sample in batch])[:, : length + 1])
     if job.samples.documents:
-        docs = Docs.from_lengths([w.lengths(length) for w in batch])
-        predicted = torch.from_numpy(np.stack([w.predicted(length) for w in batch]))
-        labels = labels.masked_fill(predicted == 0, IGNORED)
+        docs, all_docs = (Docs.from_lengths([sample.lengths(n) for sample in batch]) for n in (length, length + 1))
+    labels = following(whole, all_docs)[0]
     work = AttentionSpec(window=job.config.model.window)
-    mine = local_batch(inputs, job.plan, labels=labels, docs=docs, deal=deals_out(job), spec=work, device=job.device)
-    losses = job.decoder(mine.tokens, mine.plan, mine.docs, labels_BT=mine.labels)
-    return token_mean(losses, mine.plan, mask=mine.labels != IGNORED, over=(job.axis,))
+    local = local_batch(
+        whole[:, :length], job.plan, labels=labels[:, :length], docs=docs, deal=deals_out(job), spec=work,
+        device=job.device,
+    )  # fmt: skip
+    losses = job.decoder(local.tokens, local.plan, local.docs, labels_BT=local.labels)
+    return token_mean(losses, local.plan, mask=local.labels != IGNORED, over=(job.axis,))
 
 
 def deals_out(job: Job) -> bool:
     """Whether each batch's documents are dealt out over the ring by their work, all rows as one.
 
-    Linear attention costs more then, so only on request, and not where it would be compiled anew for each batch.
+    Linear attention costs more then, so only on request.
     """
-    layout, config = job.config.strategy.layout, job.config
-    linear = config.model.softmax_every != 1
-    wanted = layout == "balanced" or (layout == "auto" and not linear)
-    return wanted and job.plan.ring > 1 and not (config.compile and linear)
+    layout, linear = job.config.strategy.layout, job.config.model.softmax_every != 1
+    return job.plan.ring > 1 and (layout == "balanced" or (layout == "auto" and not linear))
 
 
 @torch.no_grad()
-def evaluate(job: Job, log: metrics.Log | None) -> None:
+def evaluate(job: Job) -> None:
     """The mean loss over the sequences that are never trained on; every data rank does all of them."""
-    if not job.samples.kept:
-        return
-    losses = [float(batch_loss(job, [job.samples.evaluation(i)])) for i in range(job.samples.kept)]
-    job.seconds["held_out"] = sum(losses) / len(losses)
-    if log:
-        log.write("eval", job.step, loss=job.seconds["held_out"])
+    if job.samples.kept:
+        losses = [float(batch_loss(job, [job.samples.evaluation(i)])) for i in range(job.samples.kept)]
+        job.seconds["held_out"] = sum(losses) / len(losses)
+        job.log("eval", job.step, loss=job.seconds["held_out"])
 
 
-def probe_memory(job: Job, log: metrics.Log | None) -> None:
+def probe_memory(job: Job) -> None:
     """The memory of a forward and backward pass at an eighth, a quarter, half and all of the length.
 
     After the last step, so that the first one does not wait, and what is allocated only once is not counted.
@@ -254,41 +240,24 @@ def probe_memory(job: Job, log: metrics.Log | None) -> None:
         memory.reset()
         batch_loss(job, [job.samples.train(0)]).backward()
         job.optimizer.zero_grad()
-        if log:
-            log.write("memory", -divisor, seq_len=length, memory_mib=memory.grown() / MIB)
+        job.log("memory", -divisor, seq_len=length, memory_mib=memory.grown() / MIB)
     job.plan = whole
 
 
-def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
-    """Save a checkpoint, and log how long training waited."""
-    begin = time.perf_counter()
-    state = {**about(job.config, job.samples.corpus), "steps": job.config.steps}
-    checkpoints.save(job.step, job.decoder, job.optimizer, state)
-    if log:
-        log.write("save", job.step, seconds=time.perf_counter() - begin)
-
-
-def resume(job: Job, checkpoints: Checkpoints) -> None:
+def resume(job: Job) -> None:
     """Go on where a checkpoint ended: the run's own newest, or where it has none, the one that was named."""
-    named, steps = job.config.resume, job.config.steps
-    there = numbered(checkpoints.folder) or ([Path(named)] if named not in (None, "auto") else [])
-    path = newest(there, checkpoints.group)
+    named, checkpoints = job.config.resume, job.checkpoints
+    paths = numbered(checkpoints.folder) or ([Path(named)] if named not in (None, "auto") else [])
+    path = newest(paths, checkpoints.group)
     if path is None:
         return
-    state = load(path, job.decoder, job.optimizer, about(job.config, job.samples.corpus))
-    job.step = state["step"]
-    if dist.get_rank() == 0:
-        at = f"already at step {job.step} of {steps}:" if job.step >= steps else f"goes on after step {job.step} from"
-        metrics.echo(f"{at} {path}")
-        if job.step < steps != state["steps"]:
-            metrics.echo(f"steps was {state['steps']} before: the rate now falls to its end at {steps}")
+    job.step = load(path, job.decoder, job.optimizer, about(job.config, job.samples.corpus))
+    if job.rank0 and job.step < job.config.steps:
+        metrics.echo(f"goes on after step {job.step} from {path}")
 
 
-def save_config(job: Job) -> TextIO:
-    """config.json: the resolved configuration, the versions, the commit, the plan.
-
-    No other run can use the folder while the returned file is open.
-    """
+def save_config(job: Job) -> None:
+    """config.json: the resolved configuration, the versions, the commit, the plan."""
     about = {
         "config": dataclasses.asdict(job.config),
         "plan": str(job.plan),
@@ -299,16 +268,4 @@ def save_config(job: Job) -> TextIO:
     }
     with metrics.writing(job.folder / "config.json"):
         job.folder.mkdir(parents=True, exist_ok=True)
-        file = (job.folder / "config.json").open("a")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another run is writing to {job.folder}; wait for its end, or use another run=NAME"
-            ) from None
-        except OSError:  # this file system knows no locks
-            pass
-        file.truncate(0)
-        file.write(json.dumps(about, indent=1))
-        file.flush()
-    return file
+        (job.folder / "config.json").write_text(json.dumps(about, indent=1))
