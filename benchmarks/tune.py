@@ -28,7 +28,7 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.launch.bench.masks import drawn
 from ringattn.launch.bench.timing import alone_ms, in_turns
 from ringattn.launch.words import option, values
-from ringattn.masks.bands import bounds
+from ringattn.masks.bands import bounds_at, families
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) ->
     }
     table: dict[str, tuple[float, float]] = {}
     for mask, (tokens, window, docs) in masks.items():
-        begin, end = bounds(ra.AttentionSpec(window=window), np.arange(tokens), tokens, docs=docs)
+        begin, end = bounds_at(*families(ra.AttentionSpec(window=window), tokens, docs=docs), np.arange(tokens))
         work = 2.0 * (dim + V) * options.heads * float((end - begin).sum())
         heads = (options.heads, options.kv_heads)
         draw = partial(torch.randn, device=device, dtype=getattr(torch, options.dtype))

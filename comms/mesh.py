@@ -21,7 +21,7 @@ KEPT: Any = WeakIdKeyDictionary()  # by mesh: what others keep as long as it liv
 
 
 def init_mesh(
-    data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, device_type: str | None = None
+    *, data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, device_type: str | None = None
 ) -> DeviceMesh:
     """A DeviceMesh with axes data, ring and ulysses over all ranks; or data and sequence, which `plan` will factor.
 

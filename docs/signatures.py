@@ -1,7 +1,7 @@
 """The signatures of reference/api.md: `python docs/signatures.py` writes them anew, and a test compares.
 
-A comment `<!-- ::: ringattn.api.plan -->`, up to `<!-- end -->`, holds the heading, signature and first paragraph that
-code hosts show. hooks.py gives the site mkdocstrings' whole description in their place.
+A comment `<!-- ::: ringattn.choosing.plan -->`, up to `<!-- end -->`, holds the heading, signature and first paragraph
+that code hosts show. hooks.py gives the site mkdocstrings' whole description in their place.
 """
 
 import dataclasses

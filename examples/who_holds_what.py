@@ -19,7 +19,7 @@ import ringattn as ra
 from ringattn.launch.commands.plot import RANKS as COLORS
 from ringattn.launch.commands.plot import STYLE, save
 from ringattn.layouts.layout import LAYOUTS, Layout
-from ringattn.masks.bands import bounds
+from ringattn.masks.bands import bounds_at, families
 from ringattn.plans.cost import seen_pairs
 
 TOKENS, RANKS = 48, 4
@@ -28,7 +28,7 @@ DOCS = ra.Docs.from_lengths([14, 5, 21, 8])
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 
 # %% The mask: every query sees one interval of keys
-begin, end = bounds(SPEC, np.arange(TOKENS), TOKENS, docs=DOCS)
+begin, end = bounds_at(*families(SPEC, TOKENS, docs=DOCS), np.arange(TOKENS))
 for t in (0, 13, 14, 40):
     print(f"query {t} sees keys {begin[0, t]} to {end[0, t] - 1}")
 

@@ -17,8 +17,6 @@ def over_families(kernel: TorchKernel) -> TorchKernel:
     def attend(
         q: Any, k: Any, v: Any, where: Intervals, *, carry: Partial | None = None, out_dtype: Any = None, **score: Any
     ) -> Partial:
-        if not where.also:
-            return kernel.attend(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
         *others, last = where.families
         for family in others:
             dtype = q.dtype if carry is None and kernel.rounds(family) else None

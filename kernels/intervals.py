@@ -102,10 +102,6 @@ def rectangles_of(
     causal half of a square, next to a full rectangle of the keys that all of them see. With `flips`, in the same way, a
     run whose begin grows ends in a flipped half, and a window, where both grow, is cut into runs with both halves. All
     batch rows must be equal.
-
-    >>> rectangles_of(np.zeros((1, 3), int), np.array([[3, 4, 5]]))
-    (Rectangle(queries=slice(0, 3, None), keys=slice(0, 2, None), mask=False), \
-Rectangle(queries=slice(0, 3, None), keys=slice(2, 5, None), mask=True))
     """
     if (begin != begin[:1]).any() or (end != end[:1]).any():
         return None
@@ -114,17 +110,16 @@ Rectangle(queries=slice(0, 3, None), keys=slice(2, 5, None), mask=True))
     first, last = np.where(empty, -1, first), np.where(empty, -1, last)
     low, high = np.diff(first), np.diff(last)
     even = ((high == 0) | (high == 1)) & ((low == 0) | ((low == 1) & flips))
-    steps = np.where(even, high + 2 * low, -1)  # 1: one more key at the end; 2: one less at the beginning
+    steps = np.append(np.where(even, high + 2 * low, -1), -1)  # 1: one more key at the end; 2: one less at the start
     turns = np.flatnonzero(np.diff(steps)) + 1
-    if np.count_nonzero(~empty[turns]) > 2 * most:
+    if np.count_nonzero(~empty[turns]) > 2 * most + 1:
         return None
     rectangles: list[Rectangle] = []
     edges = turns.tolist()
     t, T = 0, len(first)
     while t < T:
-        step = steps[t] if t < T - 1 else -1
-        following = bisect_right(edges, t)
-        stop = t + 1 if step < 0 else (edges[following] if following < len(edges) else T - 1) + 1
+        step = steps[t]
+        stop = t + 1 if step < 0 else edges[bisect_right(edges, t)] + 1
         if step == 3:  # a window: as many queries as leave both halves room beside each other
             stop = min(stop, t + max(1, int(last[t] - first[t]) - 1))
         if not empty[t]:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringattn.api import attention as attention
     from ringattn.api import decode as decode
-    from ringattn.api import init_mesh as init_mesh
     from ringattn.api import linear_attention as linear_attention
     from ringattn.api import merge as merge
     from ringattn.api import prefill as prefill
     from ringattn.choosing import plan as plan
+    from ringattn.comms.mesh import init_mesh as init_mesh
     from ringattn.kernels.partial import Partial as Partial
     from ringattn.layouts.balancing import balance as balance
     from ringattn.masks.slices import Mask as Mask
@@ -33,29 +33,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-PUBLIC = {
-    "AttentionSpec": "ringattn.masks.spec",
-    "Batch": "ringattn.models.batch",
-    "Docs": "ringattn.masks.spec",
-    "KVCache": "ringattn.serving",
-    "Mask": "ringattn.masks.slices",
-    "Partial": "ringattn.kernels.partial",
-    "Plan": "ringattn.plans.plan",
-    "Transport": "ringattn.plans.transport",
-    "attention": "ringattn.api",
-    "balance": "ringattn.layouts.balancing",
-    "cross_entropy": "ringattn.models.loss",
-    "decode": "ringattn.api",
-    "hf": "ringattn.models.hf",
-    "init_mesh": "ringattn.api",
-    "linear_attention": "ringattn.api",
-    "local_batch": "ringattn.models.batch",
-    "merge": "ringattn.api",
-    "nn": "ringattn.models.nn",
-    "plan": "ringattn.choosing",
-    "prefill": "ringattn.api",
-    "token_mean": "ringattn.models.loss",
+ROOMS = {
+    "api": ["attention", "decode", "linear_attention", "merge", "prefill"],
+    "choosing": ["plan"],
+    "comms.mesh": ["init_mesh"],
+    "kernels.partial": ["Partial"],
+    "layouts.balancing": ["balance"],
+    "masks.slices": ["Mask"],
+    "masks.spec": ["AttentionSpec", "Docs"],
+    "models.batch": ["Batch", "local_batch"],
+    "models.hf": ["hf"],
+    "models.loss": ["cross_entropy", "token_mean"],
+    "models.nn": ["nn"],
+    "plans.plan": ["Plan"],
+    "plans.transport": ["Transport"],
+    "serving": ["KVCache"],
 }
+PUBLIC = {name: f"ringattn.{room}" for room, names in ROOMS.items() for name in names}
 __all__ = list(PUBLIC)
 
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Literal, TypeVar, overload
+from typing import Any
 
-from ringattn import naming_extras
-from ringattn.check.arguments import of_arguments, of_arrays, of_returned, of_unknown
-from ringattn.check.attention import of_aligned, of_mask, of_partials
+from ringattn.check.arguments import LINEAR, of_arguments, of_arrays, of_returned, of_unknown
+from ringattn.check.attention import of_mask, of_partials
 from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged
@@ -15,23 +14,7 @@ from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 from ringattn.plans.plan import Plan
 from ringattn.serving import KVCache
 
-A = TypeVar("A")  # a torch tensor or a JAX array
 
-
-@overload
-def attention(
-    q: A, k: A, v: A, plan: Plan | None = None, *, spec: AttentionSpec | None = None, docs: Docs | None = None,
-    key_docs: Docs | None = None, align: Literal["end"] | None = None, sinks: A | None = None,
-    return_lse: Literal[False] = False,
-) -> A: ...  # fmt: skip
-@overload
-def attention(
-    q: A, k: A, v: A, plan: Plan | None = None, *, spec: AttentionSpec | None = None, docs: Docs | None = None,
-    key_docs: Docs | None = None, align: Literal["end"] | None = None, sinks: A | None = None,
-    return_lse: Literal[True],
-) -> tuple[A, A]: ...  # fmt: skip
-@overload
-def attention(q: A, k: A, v: A, plan: Plan | None = None, *, return_lse: bool, **options: Any) -> Any: ...
 def attention(
     q: Any,
     k: Any,
@@ -41,7 +24,6 @@ def attention(
     spec: AttentionSpec | None = None,
     docs: Docs | None = None,
     key_docs: Docs | None = None,
-    align: str | None = None,
     mask: Mask | None = None,
     sinks: Any = None,
     return_lse: bool = False,
@@ -56,52 +38,26 @@ def attention(
 
     spec      causal, window, chunk, first, softcap, scale; causal by default
     docs      packed documents, the same on every rank, perhaps with a prefix, with spans, or as segments of trees;
-              `key_docs`: those of the keys, if keys are another sequence
-    align     "end", which causal needs if documents have other numbers of queries than of keys: the last query is at
-              the position of the last key. With Lq queries and Lk keys query i sees the keys up to i + Lk - Lq, and
-              the first Lq - Lk queries see none
+              `key_docs`: those of the keys, if keys are another sequence. The last query of a document is at the
+              position of its last key: with Lq queries and Lk keys, causal, query i sees the keys up to i + Lk - Lq,
+              and the first Lq - Lk queries see none
     mask      slices of queries and keys, instead of docs (which may be one too) and of causal: a query sees what is in
               a slice and also in the spec's window, chunk or first keys; `window=n` takes away only keys before the
               last n
     sinks     [H], one logit per head that takes part in the softmax with a value of zero
     """
-    if unknown:
-        refuse(of_unknown("attention", unknown, "spec", "docs", "plan") or "", plan)
-    if mask is not None:
-        if problem := of_mask(mask, docs, key_docs):
-            refuse(problem, plan)
-        docs = mask
-    if (key_docs is not None or align is not None) and (problem := of_aligned(align, spec, docs, key_docs)):
-        refuse(problem, plan)
-    function: Any
-    if is_torch(q):
-        from ringattn.torch.attention.public import (
-            attention as function,  # checks the arguments of each new kind of call
-        )
+    refuse(of_unknown("attention", unknown) or of_mask(mask, docs, key_docs), plan)
+    docs = docs if mask is None else mask
+    function: Any  # import statements, since torch.compile cannot trace import_module
+    if is_torch(q):  # torch checks the arguments of each new kind of call
+        from ringattn.torch.attention.public import attention as function
     else:
         problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
-        if problem := problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan):
-            refuse(problem, plan)
+        refuse(problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan), plan)
         from ringattn.jax import attention as function
     return function(q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse)
 
 
-@overload
-def linear_attention(
-    q: A, k: A, v: A, log_decay: A | None = None, plan: Plan | None = None, *, beta: A | None = None,
-    initial_state: A | None = None, return_state: Literal[False] = False, docs: Docs | None = None,
-    scale: float | None = None, kernel: str = "auto", scan: str = "auto", check: bool | None = None,
-) -> A: ...  # fmt: skip
-@overload
-def linear_attention(
-    q: A, k: A, v: A, log_decay: A | None = None, plan: Plan | None = None, *, beta: A | None = None,
-    initial_state: A | None = None, return_state: Literal[True, "documents"], docs: Docs | None = None,
-    scale: float | None = None, kernel: str = "auto", scan: str = "auto", check: bool | None = None,
-) -> tuple[A, A]: ...  # fmt: skip
-@overload
-def linear_attention(
-    q: A, k: A, v: A, log_decay: A | None = None, plan: Plan | None = None, *, return_state: bool | str, **options: Any
-) -> Any: ...
 def linear_attention(
     q: Any,
     k: Any,
@@ -145,18 +101,14 @@ def linear_attention(
     scan            how states travel from rank to rank: auto, gather, ring or pipeline
     check           check every gate and beta, which waits for the device; by default on CPUs only
     """
-    if unknown:
-        refuse(of_unknown("linear_attention", unknown, "docs", "plan", "log_decay") or "", plan)
-    function: Any  # import statements, since torch.compile cannot trace import_module
+    refuse(of_unknown("linear_attention", unknown, LINEAR), plan)
+    function: Any
     if is_torch(q):
-        from ringattn.torch.linear.public import (
-            linear_attention as function,  # checks the arguments of each new kind of call
-        )
+        from ringattn.torch.linear.public import linear_attention as function
     else:
         optional = {"log_decay": log_decay, "beta": beta, "initial_state": initial_state}
         problem = of_arguments(plan=plan, docs=docs, check=check) or of_returned(return_state, docs)
-        if problem := problem or of_arrays({"q": q, "k": k, "v": v}, optional, plan):
-            refuse(problem, plan)
+        refuse(problem or of_arrays({"q": q, "k": k, "v": v}, optional, plan), plan)
         from ringattn.jax.linear.function import linear_attention as function
     return function(
         q, k, v, log_decay, plan, beta=beta, initial_state=initial_state, return_state=return_state, docs=docs,
@@ -183,7 +135,6 @@ def prefill(
     *,
     spec: AttentionSpec | None = None,
     sinks: Any = None,
-    start: int | Sequence[int] | None = None,
     move: str = "auto",
     keys: int | None = None,
     **unknown: Any,
@@ -193,13 +144,12 @@ def prefill(
     q, k and v are this rank's part of the chunk under `plan`, which is the cache's plan `for_length(chunk)`. Not
     differentiable.
 
-    start     where the chunk begins, one number or one per row: checked against the cache
-    move      what travels: "queries", "keys", or "auto", which leaves less time exposed (`cache.explain` shows which)
+    move      what travels: "queries", "keys", or "auto", which leaves less time exposed
     keys      the most keys of a rank that are attended to, or sent, at once
     """
-    problem = of_unknown("prefill", unknown, "spec") or of_cached(plan, cache)
+    problem = of_unknown("prefill", unknown) or of_arguments(required=True, plan=plan, cache=cache)
     function = inference(problem, q, k, v, getattr(cache, "plan", plan), spec, sinks).prefill
-    return function(q, k, v, plan, cache, spec=spec, sinks=sinks, start=start, move=move, keys=keys)
+    return function(q, k, v, plan, cache, spec=spec, sinks=sinks, move=move, keys=keys)
 
 
 def decode(
@@ -213,7 +163,7 @@ def decode(
     depth. Then truncate the cache, and append the keys of the branch that is accepted. Not differentiable.
     """
     plan = getattr(cache, "plan", None)
-    function = inference(of_cached(plan, cache), q, k, v, plan, spec, sinks).decode
+    function = inference(of_arguments(required=True, cache=cache), q, k, v, plan, spec, sinks).decode
     return function(q, k, v, cache, spec=spec, sinks=sinks, parents=parents, **unknown)
 
 
@@ -225,36 +175,15 @@ def inference(problem: str | None, q: Any, k: Any, v: Any, plan: Any, spec: Any,
     torch = is_torch(q)
     if not torch:
         problem = problem or of_arguments(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
-    if problem:
-        refuse(problem, plan)
+    refuse(problem, plan)
     framework = "torch" if torch else "jax"  # import_module: another thread may have imported half of it
     return import_module(f"ringattn.{framework}.inference.function")
 
 
-def refuse(problem: str, plan: Any) -> None:
-    """Raise the problem: on all ranks of a torch plan, although only some of them may have noticed it."""
-    if isinstance(plan, Plan) and plan.framework == "torch":
+def refuse(problem: str | None, plan: Any) -> None:
+    """Raise the problem, if there is one: on all ranks of a torch plan, although only some may have noticed it."""
+    if problem and isinstance(plan, Plan) and plan.framework == "torch":
         from ringattn.torch import agree
 
         agree.refuse(problem, plan)
-    raise ValueError(problem)
-
-
-def of_cached(plan: Any, cache: Any) -> str | None:
-    """`plan` is a Plan and `cache` a KVCache."""
-    if not isinstance(cache, KVCache):
-        swapped = "; plan comes before cache" * isinstance(cache, Plan)
-        return f"cache is of type {type(cache).__name__}; make one with KVCache.allocate(plan, ...){swapped}"
-    if not isinstance(plan, Plan):
-        return f"plan is of type {type(plan).__name__}; use the cache's plan.for_length(n)"
-    return None
-
-
-def init_mesh(
-    *, data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, device_type: str | None = None,
-) -> Any:  # fmt: skip
-    """A torch DeviceMesh over all ranks: axes data, ring and ulysses; or data and sequence, which `plan` factors."""
-    with naming_extras("ringattn.init_mesh (ringattn.jax.init_mesh makes JAX meshes)"):
-        from ringattn.comms import mesh
-
-    return mesh.init_mesh(data, ring, ulysses, sequence, device_type)
+    raise_if(problem)

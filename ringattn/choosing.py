@@ -58,7 +58,7 @@ def plan(
     on every rank.
     """
     words = of_arguments(spec=spec, docs=docs, transport=transport) or of_mask(mask, docs)
-    raise_if(of_unknown("plan", unknown, "spec", "docs", "transport") or words)
+    raise_if(of_unknown("plan", unknown) or words)
     spec, docs = AttentionSpec() if spec is None else spec, docs if mask is None else mask
     transport = Transport() if transport is None else transport
     target = target_of(mesh, transport.by, axes)
@@ -74,31 +74,21 @@ def plan(
         machine=of_device(target.device, target.chip) if machine is None else load(machine),
         axes=Ranks(None, None, target.framework, target.device, here=False),
     )
-    raise_if(of_given(alone, target, spec, docs, transport))
+    raise_if(of_given(alone, target, docs, transport))
     dtype = ("float32" if target.device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
     gpus = target.gpus or (None if target.here else alone.machine.gpus)
     sizes, rates = tuple(target.sizes), hash(frozenset(RATES.items()))
     return picked(Asked(alone, sizes, gpus, strategy, layout, spec, docs, dtype, transport, rates), target)
 
 
-def of_given(
-    alone: Plan, target: "Target", spec: AttentionSpec, docs: Docs | None, transport: Transport
-) -> str | None:  # fmt: skip
+def of_given(alone: Plan, target: "Target", docs: Docs | None, transport: Transport) -> str | None:
     """Why no plan can be made of what was given."""
     if target.framework == "jax" and transport.chosen:
-        return (
-            f"transport={transport.chosen}: in JAX the compiler moves the blocks, so it is not supported; leave "
-            "transport out"
-        )
-    if spec.chunk is not None and alone.keys.seq_len != alone.seq_len:
-        return f"chunk={spec.chunk} with key_len={alone.key_len}: chunks are of one sequence; leave one of them out"
+        return f"transport={transport.chosen}: in JAX the compiler moves the blocks; leave transport out"
     if docs is not None and docs.length != alone.seq_len:
         return f"docs: document lengths add up to {docs.length}, and seq_len={alone.seq_len}; make them the same"
     if docs is not None and alone.keys.seq_len != alone.seq_len:
-        return (
-            f"docs with key_len={alone.key_len}: work is counted for one sequence only; leave docs out of the plan, "
-            "and pass docs and key_docs to attention"
-        )
+        return f"docs with key_len={alone.key_len}: pass docs and key_docs to attention, and leave them out of the plan"
     return None
 
 
@@ -141,10 +131,11 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
     if isinstance(mesh, Target):
         return mesh
     if mesh is None:
-        device = "cuda" if torch_on_gpu() else "cpu"
+        device = "cuda" if "torch" in sys.modules and sys.modules["torch"].cuda.is_available() else "cpu"
         return Target(device, [(1, 1)], lambda ring, ulysses: one_rank(device))
     meshes: Any
-    if is_jax_mesh(mesh):
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         from ringattn.comms import jax as meshes
 
         device, framework, axes, chip = meshes.platform(mesh), "jax", meshes.axes, meshes.device_of(mesh).device_kind
@@ -188,17 +179,6 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
     hosts = getattr(bound.ring, "hosts", 0)
     gpus = ring * ulysses // hosts if hosts else None
     return Target(device, [(ring, ulysses)], lambda *sizes: bound, framework, gpus, chip=chip)
-
-
-def is_jax_mesh(mesh: Any) -> bool:
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh))
-
-
-def torch_on_gpu() -> Any:
-    """torch, if it is imported and finds a GPU."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_available() else None
 
 
 def report_of(

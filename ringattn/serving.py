@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.check.arguments import of_arguments
-from ringattn.check.cache import of_memory
+from ringattn.check.arguments import WORDS, of_arguments, of_sizes
 from ringattn.masks.spec import raise_if, whole
 from ringattn.plans.machine import Link, Machine
 from ringattn.plans.sizes import dtype_name
@@ -21,17 +20,12 @@ class KVCache:
     """The keys and values of all earlier tokens, spread over ranks or devices.
 
     `allocate` makes a cache of the plan's framework. In torch calls change it; in JAX it is a value, and calls return a
-    new one. Both also have append, truncate, fork, room and explain; in torch state_dict and
-    load_state_dict, while in JAX a cache is a pytree.
+    new one. Both also have append, truncate, fork and room; in torch state_dict and load_state_dict, while in JAX a
+    cache is a pytree.
     """
 
     plan: Any
     lengths: Any  # how many tokens each batch row has
-
-    def __init__(self, *given: Any, **more: Any):
-        raise TypeError(
-            "a cache is made with KVCache.allocate(plan, batch=..., max_len=..., kv_heads=..., head_dim=...)"
-        )
 
     @classmethod
     def allocate(
@@ -53,26 +47,20 @@ class KVCache:
         With a `window` only keys that can still be seen are kept, in memory for window + `room` tokens (room: the
         longest chunk that will be appended at once; by default the window).
         """
-        problem = of_arguments(required=True, plan=plan) or of_memory(
-            room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
-            window=window, block=block,
-        )  # fmt: skip
-        raise_if(problem)
-        sizes: Any = map(whole, (batch, max_len, kv_heads, head_dim, value_dim, window, room, block))
-        batch, max_len, kv_heads, head_dim, value_dim, window, room, block = sizes  # also numpy's, as plain numbers
+        raise_if(of_arguments(required=True, plan=plan))
+        sizes: Any = {"batch": batch, "max_len": max_len, "kv_heads": kv_heads, "head_dim": head_dim, "block": block}
+        sizes |= {"value_dim": value_dim, "window": window, "room": room}
+        raise_if(of_sizes("value_dim", "window", "room", **sizes))
+        numbers: Any = map(whole, sizes.values())  # also numpy's, as plain numbers
+        batch, max_len, kv_heads, head_dim, block, value_dim, window, room = numbers
         most = None if window is None else window + (window if room is None else room)
         stripes, dims = Stripes(plan.ring * plan.ulysses, block), (head_dim, value_dim or head_dim)
         kind = import_module(f"ringattn.{plan.framework}.inference.cache").KVCache
         dtype = "bfloat16" if dtype is None else dtype_name(dtype)
         return kind.made(plan, batch, max_len, kv_heads, dims, dtype, stripes, window, most)
 
-    def explain(self: Any, chunk: int, heads: int) -> str:
-        """A report of what prefill of a chunk with `heads` query heads, and decode of one token, will send."""
-        moves, nbytes = self.moves(self.plan.for_length(chunk), heads), self.heads_of(heads).partial_bytes
-        return (
-            f"{self}\na chunk of {chunk} tokens: {moves}\n"
-            f"a decoded token: partials of {nbytes / 1e3:.1f} kB a rank, exchanged by {self.exchanged_by(nbytes)}"
-        )
+
+WORDS["cache"] = KVCache, "make one with KVCache.allocate(plan, ...)"
 
 
 @dataclass(frozen=True)
@@ -99,8 +87,7 @@ class Stripes:
         return (positions // self.block) % self.ranks == rank
 
 
-@dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """The sizes of a token."""
 
     heads: int
@@ -110,74 +97,35 @@ class Heads:
     itemsize: int
     batch: int = 1
 
-    @property
-    def query_bytes(self) -> int:
-        return self.batch * self.heads * self.head_dim * self.itemsize
 
-    @property
-    def partial_bytes(self) -> int:
-        """The bytes of a query's partial, in float32."""
-        return self.batch * self.heads * (self.value_dim + 1) * 4
-
-    @property
-    def key_bytes(self) -> int:
-        return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
-
-    @property
-    def pair_flops(self) -> int:
-        return 2 * self.batch * self.heads * (self.head_dim + self.value_dim)
+WAYS = "queries", "keys"  # what may travel when a chunk of a prompt attends to a cache
 
 
-@dataclass(frozen=True)
-class Moves:
-    """What travels when a chunk of a prompt attends to a cache, and both ways' bytes and exposed time."""
+def prefill_way(
+    ranks: int, local: int, cached: int, sizes: Heads, machine: Machine, link: Link, hides: bool = True
+) -> str:  # fmt: skip
+    """Queries or keys, whichever leaves less time exposed if they travel; `local` queries a rank, and `cached` keys.
 
-    way: str  # "queries" or "keys"
-    sent: dict[str, int]
-    exposed: dict[str, float]  # seconds
-
-    def __str__(self) -> str:
-        figures = [
-            f"{way}: {self.sent[way] / 1e6:.1f} MB sent, {self.exposed[way] * 1e3:.2f} ms exposed" for way in MOVES
-        ]
-        return f"{self.way} travel ({'; '.join(figures)})"
-
-
-MOVES = ("queries", "keys")
-
-
-def prefill_moves(
-    ranks: int, local: int, cached: int, heads: Heads, machine: Machine, link: Link, hides: bool = True,
-    beside: bool = True,
-) -> Moves:  # fmt: skip
-    """Queries or keys, whichever leaves less time exposed, for `local` queries per rank and `cached` keys in all.
-
-    Compute hides transfers, except that of the first queries, and that of all queries unless they travel `beside` it.
-    Keys then come from all ranks at once, except the chunk's, which every rank receives anyway; otherwise they come
-    from one rank after the other. Each step reads and writes each query's partial once more. If nothing is hidden,
+    Compute hides transfers, except that of the first queries. Keys come from all ranks at once, except the chunk's,
+    which every rank receives anyway. Each step reads and writes each query's partial once more. If nothing is hidden,
     because the sender also computes (`hides=False`), the way with fewer bytes is chosen.
     """
-    hops, partials = ranks - 1, local * heads.partial_bytes
-    held = -(-max(0, cached - ranks * local * beside) // ranks)
-    queries_sent = hops * local * heads.query_bytes
-    sent = {"queries": queries_sent + hops * partials, "keys": hops * held * heads.key_bytes}
-    hidden = local * cached * heads.pair_flops / machine.flops(heads.itemsize, ranks) * hops / ranks * hides
-    merged = 2 * partials / machine.bandwidth * hides * (hops > 0)
-    pieces = -(-held // keys_at_once(local))
-    transfers, visits = (min(1, hops) * pieces, 2 * pieces) if beside else (hops * pieces, ranks * pieces)
-    steps = -(-hops // queries_at_once(local * heads.batch * heads.heads))
+    hops, rows, dims = ranks - 1, local * sizes.batch * sizes.heads, sizes.head_dim + sizes.value_dim
+    keys = -(-max(0, cached - ranks * local) // ranks)  # of a rank
+    query_bytes, partial_bytes = hops * rows * sizes.head_dim * sizes.itemsize, rows * (sizes.value_dim + 1) * 4
+    key_bytes = hops * keys * sizes.batch * sizes.kv_heads * dims * sizes.itemsize
+    both_bytes = query_bytes + hops * partial_bytes
+    hidden = 2 * rows * dims * cached / machine.flops(sizes.itemsize, ranks) * hops / ranks * hides
+    merged = 2 * partial_bytes / machine.bandwidth * hides * (hops > 0)
+    pieces, steps = -(-keys // keys_at_once(local)), -(-hops // queries_at_once(rows))
 
     def flight(nbytes: float, transfers: int) -> float:
         return float(link.transfer(nbytes, ranks) + transfers * link.latency)
 
-    gathered = flight(sent["queries"], 2 * min(1, hops))
-    if beside:
-        first = queries_sent / max(1, steps)
-        gathered = flight(first, min(1, hops)) + max(0.0, flight(sent["queries"] - first, 2 * steps - 1) - hidden)
-    travelled = max(0.0, flight(sent["keys"], transfers) - hidden)
-    exposed = {"queries": gathered + ranks * merged, "keys": travelled + visits * merged}
-    way = "keys" if exposed["keys"] < exposed["queries"] else "queries"
-    return Moves(way, sent, exposed)
+    first = query_bytes / max(1, steps)
+    of_queries = flight(first, min(1, hops)) + max(0.0, flight(both_bytes - first, 2 * steps - 1) - hidden)
+    of_keys = max(0.0, flight(key_bytes, min(1, hops) * pieces) - hidden)
+    return "keys" if of_keys + 2 * pieces * merged < of_queries + ranks * merged else "queries"
 
 
 def keys_at_once(local: int) -> int:

@@ -58,7 +58,7 @@ JAX = tuple(f"test_jax.py::test_equals_dense_float64[{name}-ring4x1-contiguous]"
 
 MUTANTS = (
     # who sees whom
-    Mutant("window_one_more", "ringattn/masks/bands.py", "((own - begin).clip(min(left, most), None)",
+    Mutant("window_one_more", "ringattn/masks/bands.py", "((at - begin).clip(min(left, most), None)",
            "((own - 1 - begin).clip(min(left, most), None)", BOUNDS),
     Mutant("stripe_rounds_down", "ringattn/layouts/layout.py", "(position - r.start + r.step - 1) // r.step",
            "(position - r.start) // r.step", LAYOUTS),
@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant("rising_pairs", "ringattn/plans/cost.py", "later = count * (count - 1) // 2", "later = 0 * count",
            WORK + NEEDED),
     # JAX
-    Mutant("jax_causal", "ringattn/masks/bands.py", "((end - 1 - own).clip(min(right, most), None)",
+    Mutant("jax_causal", "ringattn/masks/bands.py", "((end - 1 - at).clip(min(right, most), None)",
            "((end - own).clip(min(right, most), None)", JAX),
     Mutant("jax_source", "ringattn/jax/attention/steps.py", "(self.rank - distance) % self.keys.ring",
            "(self.rank + distance) % self.keys.ring", JAX),

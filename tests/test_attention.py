@@ -223,7 +223,7 @@ def test_one_device_needs_no_plan(case):
     given = oracle.inputs(case, torch.float64)
     truth = oracle.dense(case, given)
     out, lse = api.attention(
-        given["q"], given["k"], given["v"], spec=case.spec, docs=case.docs, key_docs=case.key_docs, align=case.align,
+        given["q"], given["k"], given["v"], spec=case.spec, docs=case.docs, key_docs=case.key_docs,
         mask=case.mask, sinks=given["sinks"] if case.sinks else None, return_lse=True,
     )  # fmt: skip
     torch.testing.assert_close(out, truth["out"], rtol=1e-12, atol=1e-12)

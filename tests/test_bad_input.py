@@ -162,7 +162,7 @@ def dealt(mesh, lengths):
         (lambda rank, mesh: ({"docs": ra.Docs.from_lengths([32, 32] if rank else [30, 34])}, 2), "docs"),
         (
             lambda rank, mesh: (
-                {"docs": HALVES, "align": "end", "key_docs": ra.Docs.from_lengths([30 + rank, 34 - rank])},
+                {"docs": HALVES, "key_docs": ra.Docs.from_lengths([30 + rank, 34 - rank])},
                 2,
             ),
             "key_docs",

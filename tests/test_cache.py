@@ -46,7 +46,7 @@ def generate(
         n = min(chunk, T - steps - at)
         plan = base.for_length(n)
         mine = [plan.shard(x[:, at : at + n]) for x in (q, k, v)]
-        outs.append(plan.unshard(prefill(*mine, plan, cache, start=at, move=move, keys=keys, **given)))
+        outs.append(plan.unshard(prefill(*mine, plan, cache, move=move, keys=keys, **given)))
     for at in range(T - steps, T, new):
         outs.append(decode(*(x[:, at : at + new] for x in (q, k, v)), cache, **given))
     assert cache.lengths.tolist() == [T] * len(q)

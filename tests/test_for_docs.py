@@ -16,7 +16,7 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.verify.cases import Case
 from ringattn.layouts.layout import Layout, count_below, positions_of
-from ringattn.masks.bands import bounds
+from ringattn.masks.bands import bounds_at, families
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import Shape
 from ringattn.plans.mask import Mask, reads_of
@@ -62,7 +62,7 @@ def test_every_rank_holds_its_part_of_every_document(layout):
 def test_blocks_meet_exactly_where_something_is_seen(layout, causal, window, packed):
     spec, docs = AttentionSpec(causal, window if causal else None), layout.docs if packed else None
     plan = ra.Plan(layout.length, layout.ring, layout.ulysses, layout=layout.name, docs=layout.docs)
-    begin, end = (x[0] for x in bounds(spec, np.arange(layout.length), layout.length, docs=docs))
+    begin, end = (x[0] for x in bounds_at(*families(spec, layout.length, docs=docs), np.arange(layout.length)))
     owner = np.argsort(np.concatenate([layout.positions(r) for r in range(layout.ring)])) // layout.shard_len
     expected = np.zeros((layout.ring, layout.ring), bool)
     for q, (first, last) in enumerate(zip(begin, end, strict=True)):

@@ -60,7 +60,7 @@ def results(case: Case, given, kernel: str = "auto", device: str = "cpu", dtype=
         def loss(q, k, v, sinks):
             out, lse = ra.attention(
                 poisoned(q, plan), poisoned(k, plan.keys), poisoned(v, plan.keys), plan, spec=case.spec, docs=case.docs,
-                key_docs=case.key_docs, align=case.align, mask=case.mask, sinks=sinks if case.sinks else None,
+                key_docs=case.key_docs, mask=case.mask, sinks=sinks if case.sinks else None,
                 return_lse=True,
             )  # fmt: skip
             out, lse = plan.unshard(out), plan.unshard(lse)

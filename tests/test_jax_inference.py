@@ -32,7 +32,7 @@ def generate(tensors, chunk, steps, move="auto", spec=None, keys=None, **how):
     for at in range(0, T - steps, chunk):
         plan = cache.plan.for_length(min(chunk, T - steps - at))
         mine = [plan.shard(x[:, at : at + plan.seq_len]) for x in (q, k, v)]
-        out, cache = ra.prefill(*mine, plan, cache, start=at, move=move, spec=spec, keys=keys)
+        out, cache = ra.prefill(*mine, plan, cache, move=move, spec=spec, keys=keys)
         outs.append(plan.unshard(out))
 
     def step(cache, token):
@@ -222,7 +222,6 @@ def test_wrong_arguments_are_errors_with_a_remedy():
     small = cache_of(k, v, ring=2, window=2, room=1, max_len=99, block=1)
     for call, says in [
         (lambda: ra.decode(q, k, v, cache), "decode before prefill: the cache holds"),
-        (lambda: ra.prefill(*mine, cache.plan, cache, start=3), "a chunk at 3 skips positions"),
         (lambda: ra.prefill(*mine, cache_of(k, v, ring=4).plan, cache), "was allocated for another plan"),
         (lambda: ra.prefill(*mine, small.plan, small), "keeps a window of 2 keys, the spec sees window=None"),
         (lambda: cache.append(k.astype(jnp.bfloat16), v), "k is bfloat16, the cache float32"),

@@ -251,7 +251,6 @@ def test_documents_are_not_made_of_what_is_traced():
         ra.Docs.from_lengths,
         ra.Docs.from_cu_seqlens,
         lambda x: ra.Docs.from_lengths([x[0, 1]]),
-        lambda x: ra.Docs(x, 3),
     ):
         expect(["traced", "outside jit", "as an argument"], lambda make=make: jax.jit(make)(starts))
     docs = ra.Docs.from_lengths([1, 2])

@@ -197,9 +197,9 @@ CALL = {n: x if x is None else x.float() for n, x in inputs(9, "head").items()}
          r"document: 2 x 3 documents \(a row with fewer ends in empty ones, which count too\)"),
         ({"states": 6, "docs": None}, r"initial_state has shape \(6, 2, 8, 12\); expected \(2, 2, 8, 12\): batch"),
         ({"states": 6, "dtype": torch.bfloat16}, "initial_state is torch.bfloat16; the state of .*float32"),
-        ({"docs": None, "return_state": "documents"}, "return_state='documents' without docs: .*or return_state=True"),
-        ({"return_state": "document"}, "return_state is of type str; pass True or False, or 'documents'"),
-        ({"return_state": 1}, "return_state is of type int; pass True or False, or 'documents'"),
+        ({"docs": None, "return_state": "documents"}, "return_state='documents': .*or with docs 'documents'"),
+        ({"return_state": "document"}, "return_state='document': pass True or False, or with docs 'documents'"),
+        ({"return_state": 1}, "return_state=1: pass True or False, or with docs 'documents'"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("ring", [1, 2])

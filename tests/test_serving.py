@@ -11,7 +11,7 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
 from ringattn.plans.machine import load
-from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, prefill_moves
+from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, prefill_way
 from ringattn.torch.inference import call as calls
 from ringattn.torch.inference import function
 from ringattn.torch.inference.cache import KVCache
@@ -31,10 +31,9 @@ def test_positions_are_balanced_at_any_length_and_below_counts_them():
 
 def test_keys_travel_while_they_are_few_and_queries_once_there_are_many():
     """A piece of keys has all partials read and written once more; of queries only the first are waited for."""
-    assert prefill_moves(4, 2048, 16384, LLAMA, *NVLINK).way == "keys"
-    assert prefill_moves(4, 2048, 2**20, LLAMA, *NVLINK).way == "queries"
-    assert prefill_moves(4, 4, 131072, LLAMA, *NVLINK).way == "queries"
-    assert prefill_moves(1, 2048, 131072, LLAMA, *NVLINK).exposed == {"queries": 0.0, "keys": 0.0}
+    assert prefill_way(4, 2048, 16384, LLAMA, *NVLINK) == "keys"
+    assert prefill_way(4, 2048, 2**20, LLAMA, *NVLINK) == "queries"
+    assert prefill_way(4, 4, 131072, LLAMA, *NVLINK) == "queries"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
@@ -65,10 +64,9 @@ def test_queries_come_one_by_one_or_together_with_the_same_result(sizes, togethe
 
 
 def test_where_nothing_is_hidden_fewer_bytes_win():
-    for cached in (1024, 65536):
-        moves = prefill_moves(4, 256, cached, LLAMA, *GLOO, hides=False)
-        assert moves.way == min(moves.sent, key=moves.sent.get)
-    assert "queries travel (queries: 19" in str(moves)
+    """Of the queries 19 MB; of the keys none, 19 less and 19 more, and many."""
+    ways = [prefill_way(4, 256, cached, LLAMA, *GLOO, hides=False) for cached in (1024, 6000, 8000, 65536)]
+    assert ways == ["keys", "keys", "queries", "queries"]
 
 
 def test_small_partials_are_gathered_and_large_ones_shared_out():
@@ -136,8 +134,6 @@ def test_a_cache_is_a_kv_cache_and_takes_what_its_framework_takes():
         for allocate in (ra.KVCache.allocate, KVCache.allocate):
             with pytest.raises(ValueError, match=f"plan is of type {kind}; make one with ringattn.plan"):
                 allocate(plan, **sizes)
-    with pytest.raises(TypeError, match=r"a cache is made with KVCache.allocate\(plan, batch="):
-        ra.KVCache()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +141,7 @@ def test_a_cache_is_a_kv_cache_and_takes_what_its_framework_takes():
     [
         ({"dtype": torch.int8}, "dtype=torch.int8: choose one of float16, bfloat16, float32, float64"),
         ({"window": 0}, "window=0: at least 1, a whole number"),
-        ({"window": 4, "room": -1}, "room=-1: the longest chunk"),
+        ({"window": 4, "room": -1}, "room=-1: at least 1, a whole number"),
         ({"batch": 2.0}, "batch=2.0: at least 1, a whole number"),
     ],
 )
@@ -166,8 +162,8 @@ def test_what_is_no_cache_or_of_the_other_framework_is_refused():
     y = jnp.asarray(x.numpy())
     for call, says in [
         (lambda: ra.decode(x, x, x, None), "cache is of type NoneType; make one with KVCache.allocate"),
-        (lambda: ra.prefill(x, x, x, None, cache), "plan is of type NoneType; use the cache's plan"),
-        (lambda: ra.prefill(x, x, x, cache, plan), "cache is of type Plan; .* plan comes before cache"),
+        (lambda: ra.prefill(x, x, x, None, cache), "plan is of type NoneType; make one with ringattn.plan"),
+        (lambda: ra.prefill(x, x, x, cache, plan), "plan is of type KVCache; pass it as cache="),
         (lambda: ra.decode(y, y, y, cache), "made for a torch mesh, and q is a jax array"),
         (lambda: ra.decode(x, x, x, jax_cache), "made for a jax mesh, and q is a torch tensor"),
         (lambda: cache.append(y, y), "made for a torch mesh, and k is a jax array"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringattn.jax.attention.steps import global_bounds
 from ringattn.layouts.layout import LAYOUTS, to_local
-from ringattn.masks.bands import bounds, bounds_at, families, intervals
+from ringattn.masks.bands import bounds_at, families, intervals, work_of
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.mask import Mask, reads_of
 from ringattn.plans.plan import Plan
@@ -42,21 +42,20 @@ def sees(spec, i, j):
     return (near or j < spec.first) and (j <= i or not spec.causal)
 
 
-@settings(max_examples=40)
-@example(rows=[[(9, 9)]], pads=(0, 0), case=(True, AttentionSpec(True, 3)))  # chance alone leaves these out at times
-@example(rows=[[(6, 9), (9, 6)]], pads=(1, 0), case=(False, AttentionSpec(False, (2, 3), None, 1)))
+@settings(max_examples=100)
+@example(rows=[[(9, 9), (0, 0), (0, 0)]], case=(True, AttentionSpec(True, 3)))  # chance may leave these out
+@example(rows=[[(6, 9), (9, 6), (0, 0)]], case=(False, AttentionSpec(False, (2, 3), None, 1)))
 @given(
     rows=st.lists(
         st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=3), min_size=1, max_size=2
     ),
-    pads=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     case=st.booleans().flatmap(lambda same: st.tuples(st.just(same), specs(chunks=same))),
 )
-def test_bounds_are_the_mask_and_never_decrease(rows, pads, case):
+def test_bounds_are_the_mask_and_never_decrease(rows, case):
     """Of documents whose keys are their queries, or as many others as the last of which is at the last query."""
     same, spec = case
     rows = [[(n, n if same else m) for n, m in row] for row in rows]
-    T, S = (max(sum(pair[i] for pair in row) for row in rows) + pads[0 if same else i] + 1 for i in (0, 1))
+    T, S = 28, 28 if same else 31  # the same shapes for all: JAX compiles what it has not seen
     docs, key_docs = (Docs.from_lengths([[pair[i] for pair in row] for row in rows], pad_to=(T, S)[i]) for i in (0, 1))
     key_docs = None if same else key_docs
     words = np.zeros((len(rows), T, S), int)
@@ -78,7 +77,7 @@ def test_bounds_are_the_mask_and_never_decrease(rows, pads, case):
 
 
 def test_an_offset_places_queries_behind_cached_keys():
-    begin, end = bounds(AttentionSpec(window=4), np.arange(3), 3, key_len=10, offset=7)
+    begin, end = bounds_at(*families(AttentionSpec(window=4), 3, key_len=10, offset=7), np.arange(3))
     assert begin.tolist() == [[4, 5, 6]] and end.tolist() == [[8, 9, 10]]
 
 
@@ -90,7 +89,7 @@ def test_docs_from_lengths_and_cu_seqlens_are_equal_and_hash_alike():
 
 def test_docs_stay_what_they_were_when_the_callers_array_is_filled_again():
     buffer = np.array([[0, 3, 8]], np.int32)
-    docs = Docs(buffer, 8)
+    docs = Docs.from_cu_seqlens(buffer)
     buffer[0, 1] = 5
     assert docs == Docs.from_lengths([3, 5]) and docs.starts.dtype == np.int64
     again = pickle.loads(pickle.dumps(docs))
@@ -107,11 +106,8 @@ def test_docs_stay_what_they_were_when_the_callers_array_is_filled_again():
         (lambda: AttentionSpec(window=0), "window=0: the number of keys a query sees, at least 1"),
         (lambda: AttentionSpec(window=2.5), "window=2.5"),
         (lambda: AttentionSpec(causal="no"), "causal='no': pass True or False"),
-        (lambda: AttentionSpec(causal=False, window=4), "or a pair: window=\\(3, 0\\)"),
+        (lambda: AttentionSpec(causal=False, window=4), "pass a pair: window=\\(3, 0\\)"),
         (lambda: AttentionSpec(scale=-1.0), "scale=-1.0"),
-        (lambda: Docs(np.array([[2, 10]]), 10), r"each row from 0 on.*got array\(\[\[ 2, 10\]\]\)"),
-        (lambda: Docs(np.array([[0, 7, 3]]), 10), "never decreasing"),
-        (lambda: Docs(np.array([[0, 10]]), None), "length=None"),
         (lambda: AttentionSpec(softcap=0.0), "softcap=0.0"),
         (
             lambda: AttentionSpec(softcap=1e39),
@@ -125,7 +121,8 @@ def test_docs_stay_what_they_were_when_the_callers_array_is_filled_again():
             lambda: Docs.from_lengths([2**62, 2**62]),
             "documents of 9223372036854775808 tokens: at most 1099511627776",
         ),
-        (lambda: Docs.from_cu_seqlens([0, 7.9, 16]), r"in whole numbers, got \[0, 7.9, 16\]"),
+        (lambda: Docs.from_cu_seqlens([0, 7.9, 16]), r"whole numbers of at least 0, got \[0, 7.9, 16\]"),
+        (lambda: Docs.from_cu_seqlens([0, 7, 3]), r"never decrease, got \[0, 7, 3\]"),
         (lambda: Docs.from_cu_seqlens([1, 4]), "must begin with 0"),
     ],
 )
@@ -209,6 +206,7 @@ def test_intervals_are_the_same_in_every_array_library():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_million_ranks_have_positions_beyond_32_bits(layout):
     """The last ranks of 2**34 tokens: their local indices are small, and their windows are not cut by an integer."""
+    assert work_of(AttentionSpec(), 2**34).below(2**34) == pytest.approx(2**67 + 2**33)
     plan = Plan(2**34, 2**20, layout=layout)
     queries, keys = (plan.tokens.shard(rank) for rank in (2**20 - 1, 2**20 - 2))
     for window in (None, 2**33, 2**63 - 1):

@@ -15,7 +15,7 @@ from ringattn.comms.local import run
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.layouts.layout import LAYOUTS, Layout
-from ringattn.masks.bands import all_bands, bounds
+from ringattn.masks.bands import all_bands, bounds_at, families
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import seen_pairs
 from ringattn.plans.course import Ring, course
@@ -130,7 +130,7 @@ def test_needed_blocks_and_seen_pairs_are_those_of_the_dense_mask(given):
     spec, layout = AttentionSpec(window=window), Layout(name, T, ring)
     lengths = [n for i, n in enumerate(lengths) if sum(lengths[: i + 1]) <= T]
     docs = Docs.from_lengths(lengths or [T], pad_to=T)
-    begin, end = bounds(spec, np.arange(layout.padded_length), T, docs=docs)
+    begin, end = bounds_at(*families(spec, T, docs=docs), np.arange(layout.padded_length))
     j = np.arange(layout.padded_length)
     dense = (begin[0][:, None] <= j) & (j < end[0][:, None])
     shards = [layout.shard(r) for r in range(ring)]
@@ -155,7 +155,7 @@ def test_what_travels_is_what_is_seen(name, ring, spec, lengths, times):
     docs = Docs.from_lengths([times * n for n in lengths], pad_to=times * sum(lengths) + 3)
     plan = ra.Plan(docs.length, ring, layout=name, docs=docs if name == "balanced" else None)
     reads, layout = reads_of.__wrapped__(Mask(plan, spec, docs)), plan.tokens
-    begin, end = bounds(spec, np.arange(layout.padded_length), docs.length, docs=docs)
+    begin, end = bounds_at(*families(spec, docs.length, docs=docs), np.arange(layout.padded_length))
     for a, b in np.ndindex(ring, ring):
         q, k = layout.positions(a), layout.positions(b)
         dense = (begin[0][q, None] <= k) & (k < end[0][q, None])

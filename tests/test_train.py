@@ -19,7 +19,7 @@ from ringattn.launch.train import data, estimate, parallelize, torchrun
 from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
 from ringattn.launch.train.trainer import batch_loss, learning_rate
-from ringattn.masks.bands import bounds
+from ringattn.masks.bands import bounds_at, families
 from tests.training import TINY, over, where
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "train-h200.jsonl"
@@ -112,7 +112,7 @@ def test_flops_count_the_pairs_that_the_mask_leaves(tmp_path):
             m = dataclasses.replace(TINY.model, window=window)
             config = Train(model=m, data=Data(path=str(tmp_path), held_out=0, documents=documents), seq_len=48, batch=2)
             spec, docs = ra.AttentionSpec(window=window), ra.Docs.from_lengths(lengths)
-            pairs = sum(int((e - b).sum()) for b, e in [bounds(spec, np.arange(48), 48, docs=docs)])
+            pairs = sum(int((e - b).sum()) for b, e in [bounds_at(*families(spec, 48, docs=docs), np.arange(48))])
             itself = dataclasses.replace(config, model=dataclasses.replace(m, window=1))  # every token sees itself
             flops = [estimate.step_flops(c, decoder, data.of(c), step=3) for c in (itself, config)]
             assert flops[1] == pytest.approx(flops[0] + 12 * (pairs - 96) * m.layers * m.dim)

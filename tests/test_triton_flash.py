@@ -19,7 +19,7 @@ from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, stack
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import row_delta as row_delta_of
-from ringattn.masks.bands import bounds, bounds_at, families
+from ringattn.masks.bands import bounds_at, families
 from ringattn.masks.spec import AttentionSpec, Docs
 from tests.test_triton_linear import some_quick
 
@@ -53,7 +53,9 @@ class Case:
 
 
 def of_spec(case: Case, docs: Docs | None = None, **spec: object) -> tuple[np.ndarray, np.ndarray]:
-    return bounds(AttentionSpec(**spec), np.arange(case.T), case.T, key_len=case.S, docs=docs, key_docs=docs)
+    return bounds_at(
+        *families(AttentionSpec(**spec), case.T, key_len=case.S, docs=docs, key_docs=docs), np.arange(case.T)
+    )
 
 
 def stacked(case: Case, spec: AttentionSpec, docs: Docs | None = None) -> Intervals:
@@ -331,7 +333,10 @@ def test_padding_that_holds_nan_does_not_leak() -> None:
     case = Case("causal", T=70, S=70, H=2, G=1)
     q, k, v, dout = draw(case)
     real = 45
-    begin, end = (torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in bounds(AttentionSpec(), np.arange(70), real))
+    begin, end = (
+        torch.from_numpy(x.astype(np.int32)).to(DEVICE)
+        for x in bounds_at(*families(AttentionSpec(), real), np.arange(70))
+    )
     where = Intervals(begin, end)
     clean = [torch.cat([x[:, :real], torch.zeros_like(x[:, real:])], 1) for x in (q, k, v, dout)]
     (out, _), grads = truth_of(case, where, tuple(clean))

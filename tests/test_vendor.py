@@ -19,7 +19,7 @@ from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.layouts.layout import LAYOUTS, Layout, to_local
-from ringattn.masks.bands import bounds
+from ringattn.masks.bands import bounds_at, families
 from ringattn.masks.spec import AttentionSpec, Docs
 
 MASKS = ("causal", "full", "strict", "docs", "prefix", "half")
@@ -65,7 +65,7 @@ def test_every_step_of_a_causal_ring_is_a_few_rectangles(layout: str, length: in
     where = Layout(layout, length, ring=3)
     packed = Docs.from_lengths(docs, pad_to=length) if docs else None
     for rank in range(3):
-        begin, end = bounds(AttentionSpec(), where.positions(rank), length, docs=packed)
+        begin, end = bounds_at(*families(AttentionSpec(), length, docs=packed), where.positions(rank))
         for source in range(3):
             local = to_local(where.shard(source), begin, end)
             outputs = rectangles_of(*local)
@@ -87,7 +87,7 @@ def test_what_is_not_a_few_rectangles_has_none() -> None:
     assert rectangles_of(np.maximum(t - 4, 0), t + 1) is None, "a window"
     assert rectangles_of(np.concatenate([t * 0, t * 0]), np.concatenate([t + 1, t])) is None, "rows that differ"
     lengths = [3] * 100
-    packed = bounds(AttentionSpec(), t[0], 300, docs=Docs.from_lengths(lengths))
+    packed = bounds_at(*families(AttentionSpec(), 300, docs=Docs.from_lengths(lengths)), t[0])
     assert rectangles_of(*packed) is None and len(rectangles_of(*packed, most=100) or ()) == 100, "many documents"
 
 

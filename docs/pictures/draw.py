@@ -21,7 +21,7 @@ from ringattn.kernels.attention import tiled
 from ringattn.kernels.intervals import Intervals
 from ringattn.launch.commands.plot import INK, RANKS, STYLE, bars, panels, read, save
 from ringattn.layouts.layout import LAYOUTS, Layout
-from ringattn.masks.bands import bounds, bounds_at, families, joined
+from ringattn.masks.bands import bounds_at, families, joined
 from ringattn.masks.slices import Mask
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import seen_pairs
@@ -87,10 +87,10 @@ def tiling() -> Figure:
     T, S, block_q, block_k = 13, 14, 5, 4
     docs = Docs.from_lengths([6, 7], pad_to=T)
     kinds = {
-        "all keys": bounds(AttentionSpec(causal=False), np.arange(T), T, S),
-        "causal": bounds(AttentionSpec(), np.arange(T), T, S),
-        "causal, window of 4": bounds(AttentionSpec(window=4), np.arange(T), T, S),
-        "two documents": bounds(AttentionSpec(), np.arange(T), T, S, docs, Docs.from_lengths([6, 8])),
+        "all keys": bounds_at(*families(AttentionSpec(causal=False), T, S), np.arange(T)),
+        "causal": bounds_at(*families(AttentionSpec(), T, S), np.arange(T)),
+        "causal, window of 4": bounds_at(*families(AttentionSpec(window=4), T, S), np.arange(T)),
+        "two documents": bounds_at(*families(AttentionSpec(), T, S, docs, Docs.from_lengths([6, 8])), np.arange(T)),
     }
     figure, axes = panels(1, len(kinds), 10, 2.6)
     for ax, (title, (begin, end)) in zip(axes[0], kinds.items(), strict=True):
@@ -122,7 +122,7 @@ def layouts() -> Figure:
             owner[small.positions(rank)] = rank
         grid(mask, T, T, name)
         mask.set_ylim(T, -1.8)
-        begin, end = bounds(AttentionSpec(), np.arange(T), T)
+        begin, end = bounds_at(*families(AttentionSpec(), T), np.arange(T))
         for t, color in enumerate(RANKS[i] for i in owner):
             mask.add_patch(Rectangle((t, -1.6), 1, 1.1, fc=color, ec="white", lw=1))
             mask.text(
@@ -168,7 +168,7 @@ def ring() -> Figure:
     figure, axes = panels(1, len(kinds), 10, 3.9, wspace=0.12)
     for ax, (title, name, spec) in zip(axes[0], kinds, strict=True):
         layout = Layout(name, T, size)
-        begin, end = bounds(spec, np.arange(T), T)
+        begin, end = bounds_at(*families(spec, T), np.arange(T))
         shards = [layout.shard(r) for r in range(size)]
         table = build(seen(joined([one for (one,) in families(spec, T)]), shards, shards), size)
         blank(ax, size * dx, size * dy)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringattn import api
 from ringattn.comms import lost
 from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
@@ -112,7 +111,7 @@ def in_words(error: RuntimeError | ConnectionError, step: int) -> ConnectionErro
 def prepare(config: Train, folder: Path, device: torch.device, started_at: float) -> Job:
     """The mesh, the plan, the data, the model and its optimizer."""
     s, samples = config.strategy, data.of(config)
-    mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
+    mesh = meshes.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
     limit = timedelta(seconds=config.cluster.timeout)
     lost.set_timeout(limit)

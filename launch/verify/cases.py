@@ -35,7 +35,6 @@ class Case:
     batch: int = 2
     lengths: Any = None  # of packed documents, in all rows, or a list for each row
     key_lengths: Any = None  # of those of the keys, if keys are another sequence
-    aligned: Any = "end"  # where these are given
     sinks: bool = False
     dealt: Any = None  # lengths of documents that the plan lays out; see laid_out
     prefix: Any = None  # of each document
@@ -81,10 +80,6 @@ class Case:
     @property
     def keys(self) -> int:
         return self.seq_len if self.key_len is None else self.key_len
-
-    @property
-    def align(self) -> Any:
-        return None if self.key_lengths is None else self.aligned
 
     @property
     def docs(self) -> Docs | None:
@@ -161,8 +156,9 @@ class Case:
             words = {"kernel": kernel, "return_state": True, **self.words}
             return ra.linear_attention(x["q"], x["k"], x["v"], x.get("g"), plan, beta=x.get("beta"), docs=self.docs,
                                        initial_state=x.get("state"), **words)  # fmt: skip
-        masked = {"docs": self.mask or self.docs} if self.made == "docs" else {"docs": self.docs, "mask": self.mask}
-        return ra.attention(x["q"], x["k"], x["v"], plan, spec=self.spec, key_docs=self.key_docs, align=self.align,
+        name = "mask" if self.slices is not None and self.made != "docs" else "docs"
+        masked: Any = {name: self.mask or self.docs}
+        return ra.attention(x["q"], x["k"], x["v"], plan, spec=self.spec, key_docs=self.key_docs,
                             sinks=x.get("sinks"), return_lse=True, **masked)  # fmt: skip
 
     @property

@@ -72,7 +72,6 @@ def attention(r: random.Random, words: Words, device: str) -> None:
         words["made"] = r.choice(["lengths", "cu_seqlens", *["segment_ids"] * all(map(all, rows))])
     if kind == "keys":
         words["key_lengths"] = [pieces(r, words["key_len"], len(row), 1, r.random() < 0.3) for row in rows]
-        words["aligned"] = r.choice(["end", "end", "end", None])
     if kind == "tree":
         words["parents"] = [[r.randint(-1, i - 1) for i in range(len(row))] for row in rows]
     if kind == "spans":

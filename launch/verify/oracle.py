@@ -53,7 +53,7 @@ def visible(case: Case, batch_row: int) -> Tensor:
     of = bounds(row_of(case.lengths, batch_row) or [case.seq_len])
     keys = bounds(row_of(case.key_lengths, batch_row)) or ([(0, case.keys)] if case.lengths is None else of)
     for (a, b), (begin, end) in zip(of, keys, strict=True):
-        zero = b - (end - begin) if case.align == "end" else a  # that sees key 0
+        zero = b - (end - begin)  # that sees key 0
         allowed[a:b, begin:end] = near(case.spec, i[a:b] - zero, j[:, begin:end] - begin)
     for segment, (a, b) in enumerate(of if case.parents is not None else []):
         branch = [segment]

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from ringattn.masks.slices import Mask
-from ringattn.masks.spec import AttentionSpec, Docs, whole
+from ringattn.masks.spec import AttentionSpec, Docs, is_number
 from ringattn.plans.plan import Plan
 from ringattn.plans.transport import Transport
 
@@ -33,46 +33,34 @@ BY_PARENTS = "a tree of drafts is parents=[...], the number of each token's pare
 NO_DROPOUT = "attention dropout is not supported: it has no exact form over ranks"
 NO_ALIBI = "ALiBi is not supported: use rotary positions (plan.positions())"
 MASKS = "masks are those of spec=, docs= and mask=ringattn.Mask.from_slices(...)"
-REFUSED = {  # other libraries' arguments
-    **dict.fromkeys(("dropout", "dropout_p"), NO_DROPOUT),
-    **dict.fromkeys(("alibi", "alibi_slopes"), NO_ALIBI),
-    **dict.fromkeys(("bias", "attn_bias"), f"an additive bias is not supported: {MASKS}"),
-    "attn_mask": f"an arbitrary mask is not supported: {MASKS}",
+INSTEAD = {  # of other libraries' arguments
+    ("dropout", "dropout_p"): NO_DROPOUT,
+    ("alibi", "alibi_slopes"): NO_ALIBI,
+    ("bias", "attn_bias"): f"an additive bias is not supported: {MASKS}",
+    ("attn_mask",): f"an arbitrary mask is not supported: {MASKS}",
+    ("causal", "is_causal"): "pass spec=AttentionSpec(causal=...)",
+    ("window", "window_size"): "pass spec=AttentionSpec(window=...)",
+    ("softcap",): "pass spec=AttentionSpec(softcap=...)",
+    ("scale", "softmax_scale"): "pass spec=AttentionSpec(scale=...)",
+    ("enable_gqa",): "k and v may always have fewer heads than q; leave it out",
+    ("mesh", "device_mesh", "group", "process_group", "cp_group"): "pass plan=ringattn.plan(mesh, seq_len=...)",
+    ("cu_seqlens",): "pass docs=Docs.from_cu_seqlens(...)",
+    ("route", "hosts", "together", "groups", "grads"): "it is part of transport=Transport(...) of ringattn.plan",
+    ("tree", "tree_mask", "tree_attention_mask"): f"pass parents=: {BY_PARENTS}",
 }
-INSTEAD = {  # of those, the ones that an argument of ours replaces
-    "spec": {
-        **dict.fromkeys(("causal", "is_causal"), "pass spec=AttentionSpec(causal=...)"),
-        **dict.fromkeys(("window", "window_size"), "pass spec=AttentionSpec(window=...)"),
-        "softcap": "pass spec=AttentionSpec(softcap=...)",
-        **dict.fromkeys(("scale", "softmax_scale"), "pass spec=AttentionSpec(scale=...)"),
-        "enable_gqa": "k and v may always have fewer heads than q; leave it out",
-    },
-    "plan": dict.fromkeys(
-        ("mesh", "device_mesh", "group", "process_group", "cp_group"), "pass plan=ringattn.plan(mesh, seq_len=...)"
-    ),
-    "docs": {"cu_seqlens": "pass docs=Docs.from_cu_seqlens(...)"},
-    "transport": dict.fromkeys(
-        ("route", "hosts", "together", "groups", "grads"), "it is part of transport=Transport(...)"
-    ),
-    "log_decay": {
-        **dict.fromkeys(("g", "gk", "gate", "gates", "decay"), "pass log_decay=, the logarithm of the decay"),
-        **dict.fromkeys(
-            ("causal", "is_causal", "spec", "window"), "linear attention is causal, over all tokens; leave it out"
-        ),
-        "output_final_state": "pass return_state=True",
-    },
-    "tree": dict.fromkeys(("tree", "tree_mask", "tree_attention_mask"), f"pass parents=: {BY_PARENTS}"),
+LINEAR = {  # of linear attention
+    ("g", "gk", "gate", "gates", "decay"): "pass log_decay=, the logarithm of the decay",
+    ("causal", "is_causal", "spec", "window"): "linear attention is causal, over all tokens; leave it out",
+    ("output_final_state",): "pass return_state=True",
 }
 
 
-def of_unknown(function: str, unknown: dict[str, Any], *takes: str) -> str | None:
-    """Every argument that a function does not take, and what to use instead, out of what it `takes`."""
+def of_unknown(function: str, unknown: dict[str, Any], more: dict[tuple[str, ...], str] | None = None) -> str | None:
+    """Every argument that a function does not take, and what to use instead; None if there is none."""
     if not unknown:
         return None
-    instead = dict(REFUSED)
-    for argument in takes:
-        instead |= INSTEAD[argument]
-    return "; ".join(f"{name}: {instead.get(name, f'{function} has no such argument')}" for name in unknown)
+    say = {name: text for names, text in {**INSTEAD, **(more or {})}.items() for name in names}
+    return "; ".join(f"{name}: {say.get(name, f'{function} has no such argument')}" for name in unknown)
 
 
 def kind(x: Any) -> str | None:
@@ -84,7 +72,6 @@ def kind(x: Any) -> str | None:
 
 
 def of_kinds(*arrays: Any) -> str | None:
-    """All are tensors of one framework."""
     kinds = [kind(x) for x in arrays]
     if kinds[0] is not None and kinds.count(kinds[0]) == len(kinds):
         return None
@@ -95,17 +82,15 @@ def of_arrays(arrays: dict[str, Any], optional: dict[str, Any], plan: Plan | Non
     """All are tensors of one framework, that of the plan; the required ones have 4 dims."""
     if problem := of_kinds(*arrays.values()):
         return problem
-    framework: Any = kind(next(iter(arrays.values())))
-    what = {"torch": "a torch tensor", "jax": "a jax array"}[framework]
+    first = next(iter(arrays))
+    framework = kind(arrays[first])
+    what = "a jax array" if framework == "jax" else "a torch tensor"
     for name, x in optional.items():
         if x is not None and kind(x) != framework:
-            remedy = "pass it as plan=" if isinstance(x, Plan) else f"it must be {what}, as {next(iter(arrays))} is"
+            remedy = "pass it as plan=" if isinstance(x, Plan) else f"it must be {what}, as {first} is"
             return f"{name} is of type {type(x).__name__}; {remedy}"
     if plan is not None and plan.framework != framework:
-        devices = {"torch": "a torch mesh, or none", "jax": "a mesh of jax devices"}[framework]
-        return (
-            f"the plan was made for a {plan.framework} mesh, and {next(iter(arrays))} is {what}; give plan() {devices}"
-        )
+        return f"the plan was made for a {plan.framework} mesh, and {first} is {what}; give plan() a {framework} mesh"
     return of_dims(**arrays)
 
 
@@ -125,19 +110,15 @@ def has_shape(x: Any, *shapes: Any) -> bool:
     return any([tuple(x.shape) == shape for shape in shapes])
 
 
-def of_sizes(**sizes: Any) -> str | None:
-    """Whole numbers of at least 1."""
-    wrong = (name for name, value in sizes.items() if (whole(value) or 0) < 1)
-    return next((f"{name}={sizes[name]!r}: at least 1, a whole number" for name in wrong), None)
+def of_sizes(*optional: str, **sizes: Any) -> str | None:
+    """Whole numbers of at least 1; the optional ones may be None."""
+    wrong = [name for name, x in sizes.items() if not is_number(x, 1) and not (x is None and name in optional)]
+    return f"{wrong[0]}={sizes[wrong[0]]!r}: at least 1, a whole number" if wrong else None
 
 
 def of_returned(return_state: Any, docs: Docs | None) -> str | None:
-    """`return_state` is True, False or "documents"."""
     if return_state is None or isinstance(return_state, bool):
         return None
-    if not (isinstance(return_state, str) and return_state == "documents"):
-        kind = type(return_state).__name__
-        return f"return_state is of type {kind}; {SAY}, or 'documents' for the state behind each document"
-    if docs is None:
-        return "return_state='documents' without docs: there is one state a row; pass docs, or return_state=True"
+    if not isinstance(return_state, str) or return_state != "documents" or docs is None:
+        return f"return_state={return_state!r}: {SAY}, or with docs 'documents' for the state behind each document"
     return None

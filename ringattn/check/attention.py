@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import numpy as np
-
 from ringattn.check.arguments import of_arguments, of_dims, of_kinds
-from ringattn.masks.spec import AttentionSpec, Docs, is_traced
+from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.plan import Plan
 from ringattn.plans.sizes import groups_problem, heads_problem
 
 
 def of_partials(a: Any, b: Any) -> str | None:
-    """Two partials over the same rows."""
     for name, x in (("a", a), ("b", b)):
         if getattr(x, "_fields", None) != ("out", "lse"):
             return f"{name} is of type {type(x).__name__}; pass Partial(out, lse)"
@@ -20,10 +17,7 @@ def of_partials(a: Any, b: Any) -> str | None:
     (out_a, lse_a), (out_b, lse_b) = ([tuple(x.shape) for x in side] for side in (a, b))
     if out_a == out_b and out_a[:-1] == lse_a == lse_b:
         return None
-    return (
-        f"a has out {out_a} and lse {lse_a}, b has out {out_b} and lse {lse_b}; both must have the same rows: "
-        "out [batch, tokens, heads, value_dim], lse [batch, tokens, heads]"
-    )
+    return f"a has out {out_a} and lse {lse_a}, b has out {out_b} and lse {lse_b}; both must have the same rows"
 
 
 def of_shapes(q: Any, k: Any, v: Any, linear: bool = False) -> str | None:
@@ -49,16 +43,14 @@ def of_batch(q: Any) -> str | None:
 def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
     """The heads can be spread over the ranks, and are those that the plan was made for."""
     heads = q.shape[2], k.shape[2]
-    if plan.heads is not None and plan.heads != heads:
-        other = f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
-        return of_exchanged(q, k, plan) or other
-    if plan.head_dim not in (None, q.shape[3]):
-        return f"q has head dim {q.shape[3]}, the plan was made for head_dim={plan.head_dim}"
-    if plan.value_dim not in (None, v.shape[3]):
-        return f"v has head dim {v.shape[3]}, the plan was made for value_dim={plan.value_dim}"
     problem = heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring)
+    if plan.heads is not None and plan.heads != heads:
+        problem = f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
     if problem:
         return of_exchanged(q, k, plan) or problem
+    for name, x, word, dim in (("q", q, "head_dim", plan.head_dim), ("v", v, "value_dim", plan.value_dim)):
+        if dim not in (None, x.shape[3]):
+            return f"{name} has head dim {x.shape[3]}, the plan was made for {word}={dim}"
     return groups_problem(plan.transport.groups, heads, plan.ulysses, plan.ring)
 
 
@@ -69,30 +61,26 @@ def of_exchanged(q: Any, k: Any, plan: Plan) -> str:
     grouped = heads == kv_heads > tokens > keys and tokens % keys == 0
     if plan.heads != (tokens, keys) and not grouped and (tokens in lengths or heads not in lengths):
         return ""
-    return (
-        f"q has shape {tuple(q.shape)}, whose dims 1 and 2 look exchanged: expected [batch, tokens, heads, head_dim], "
-        "so pass q, k and v as x.transpose(1, 2)"
-    )
+    return f"q has shape {tuple(q.shape)}, whose dims 1 and 2 look exchanged: pass q, k and v as x.transpose(1, 2)"
 
 
 def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:
-    """One float per query head."""
     if tuple(sinks.shape) != (heads,) or not floating:
         return f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; expected one per query head, ({heads},)"
     return None
 
 
 def of_lengths(
-    q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int, int], docs: Docs | None = None,
+    q: Any, k: Any, plan: Plan, spec: AttentionSpec, lengths: tuple[int, int], docs: Docs | None = None,
     key_docs: Docs | None = None,
 ) -> str | None:  # fmt: skip
     """q and k have the right number of tokens: those of a rank, or in JAX outside of shard_map those of all ranks."""
-    for name, x, own, length in (("q", q, plan, held[0]), ("k", k, plan.keys, held[1])):
+    for name, x, side, length in (("q", q, plan, lengths[0]), ("k", k, plan.keys, lengths[1])):
         if x.shape[1] != length:
-            uncut = x.shape[1] == own.seq_len
-            remedy = "pass plan.shard(x)" if uncut else f"use plan.for_length(n) for another length than {own.seq_len}"
-            holder = "a rank of this plan holds" if length == own.local_len else "this plan's order has"
-            problem = f"{name} has {x.shape[1]} tokens, {holder} {length} ({own}); {remedy}"
+            uncut = x.shape[1] == side.seq_len
+            remedy = "pass plan.shard(x)" if uncut else f"use plan.for_length(n) for another length than {side.seq_len}"
+            holder = "a rank of this plan holds" if length == side.local_len else "this plan's order has"
+            problem = f"{name} has {x.shape[1]} tokens, {holder} {length} ({side}); {remedy}"
             return of_exchanged(q, k, plan) or problem
     placed = spec.causal or spec.window is not None or spec.chunk is not None
     placed = placed and key_docs is None and (docs is None or docs.slices is None)
@@ -102,7 +90,7 @@ def of_lengths(
             f"{word} with {plan.seq_len} queries and {plan.keys.seq_len} keys does not say which query is at "
             "which key; for cross attention pass spec=AttentionSpec(causal=False), for later tokens of a sequence use "
             "prefill and decode, and to align their last tokens pass "
-            f'docs=Docs.from_lengths([{plan.seq_len}]), key_docs=Docs.from_lengths([{plan.keys.seq_len}]), align="end"'
+            f"docs=Docs.from_lengths([{plan.seq_len}]), key_docs=Docs.from_lengths([{plan.keys.seq_len}])"
         )
     return None
 
@@ -112,59 +100,32 @@ def of_packed(name: str, packed: Docs | None, length: int, batch: int) -> str | 
     if packed is None:
         return None
     if packed.length != length:
-        return (
-            f"{name}: document lengths add up to {packed.length}, the sequence has {length} tokens; "
-            f"if the rest is padding pass Docs.from_lengths(lengths, pad_to={length})"
-        )
-    if packed.rows != 1 and packed.rows != batch:
-        rows = f"1 row or {batch}" if batch > 1 else "1 row"
-        return f"{name} describes {packed.rows} rows, the batch has {batch}; give {rows}"
+        total = f"{name}: document lengths add up to {packed.length}, the sequence has {length} tokens"
+        return f"{total}; if the rest is padding pass Docs.from_lengths(lengths, pad_to={length})"
+    if packed.rows != 1 and packed.rows != batch:  # `in` knows no symbolic sizes
+        return f"{name} describes {packed.rows} rows, the batch has {batch}; give 1 row or {batch}"
     return None
 
 
 def of_docs(batch: int, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None) -> str | None:
-    """Documents cover the sequence, in one row or in one row per batch entry."""
     if docs is None:
         return "key_docs needs docs: document i of the queries sees document i of the keys" if key_docs else None
-    if key_docs is not None and not (docs.plain and key_docs.plain):
-        return "docs and key_docs: a prefix, spans, trees and slices are of one sequence, whose queries are its keys"
+    queries, keys = plan.seq_len, plan.keys.seq_len
+    if (key_docs is not None or queries != keys) and not (docs.plain and (key_docs is None or key_docs.plain)):
+        return (
+            f"{docs} with {queries} queries and {keys} keys: a mask, a prefix, spans and trees are of one sequence, "
+            "whose queries are its keys; pad both to one length, and leave out key_docs and key_len"
+        )
+    if queries != keys and key_docs is None:
+        return f"docs with {queries} queries and {keys} keys: also pass key_docs, the keys' documents"
     if spec.chunk is not None and key_docs is not None:
         return f"chunk={spec.chunk} with key_docs: blocks of positions are those of one sequence; leave out chunk"
-    if plan.keys.seq_len != plan.seq_len and docs.slices is not None:
-        most = max(plan.seq_len, plan.keys.seq_len)
-        return (
-            f"a mask with {plan.seq_len} queries and {plan.keys.seq_len} keys: it is of one sequence, whose queries "
-            f"are its keys; pad q, or k and v, to {most} tokens, leave out key_len, and make the mask with total={most}"
-        )
-    if plan.keys.seq_len != plan.seq_len and key_docs is None:
-        return f"docs with {plan.seq_len} queries and {plan.keys.seq_len} keys: also pass key_docs, the keys' documents"
     if key_docs is not None and key_docs.starts.shape != docs.starts.shape:
         return f"docs and key_docs must have the same number of documents: {docs} and {key_docs}"
-    return of_packed("docs", docs, plan.seq_len, batch) or of_packed("key_docs", key_docs, plan.keys.seq_len, batch)
-
-
-def of_aligned(align: Any, spec: AttentionSpec | None, docs: Any, key_docs: Any) -> str | None:
-    """Why `align` is wrong, or missing: causal documents with other numbers of queries than keys need it; else None."""
-    if align not in (None, "end"):
-        return f'align={align!r}: "end" puts the last query of a document at its last key, else leave it out'
-    if not isinstance(docs, Docs) or not isinstance(key_docs, Docs):
-        return None if align is None else f"align={align!r} is for docs with key_docs; leave it out"
-    spec, queries, keys = AttentionSpec() if spec is None else spec, docs.starts, key_docs.starts
-    placed = isinstance(spec, AttentionSpec) and (spec.causal or spec.window is not None)
-    refused = not (docs.plain and key_docs.plain) or queries.shape != keys.shape or not placed or spec.chunk is not None
-    if align is not None or refused:  # for another reason
-        return None
-    if not (is_traced(queries) or is_traced(keys)) and (np.diff(queries) == np.diff(keys)).all():
-        return None
-    return (
-        "docs and key_docs have other numbers of queries than of keys and do not say which query is at which key, as "
-        'causal and windows need; pass align="end" for the last query of a document at its last key, or '
-        "spec=AttentionSpec(causal=False)"
-    )
+    return of_packed("docs", docs, queries, batch) or of_packed("key_docs", key_docs, keys, batch)
 
 
 def of_mask(mask: Any, docs: Any, key_docs: Any = None) -> str | None:
-    """A mask of slices replaces documents."""
     if mask is None:
         return None
     names = ["docs"] * (docs is not None) + ["key_docs"] * (key_docs is not None)

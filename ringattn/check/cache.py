@@ -1,6 +1,5 @@
 """What a cache and the calls on it must satisfy."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,18 +16,6 @@ def each(given: Any, rows: int) -> list[int] | None:
     return numbers if len(numbers) == len(many) == rows else None
 
 
-def of_start(start: int | Sequence[int] | None, lengths: np.ndarray | None) -> str | None:
-    """A chunk begins where the rows of its cache end, if both are known."""
-    if start is None or lengths is None:
-        return None
-    if each(start, len(lengths)) is None:
-        return f"start={start!r}: where the chunk begins, one whole number, or one for each of {len(lengths)} rows"
-    if (np.asarray(start) == lengths).all():
-        return None
-    word = "skips" if (np.asarray(start) > lengths).any() else "overlaps"
-    return f"a chunk at {start} {word} positions: the rows of the cache end at {lengths.tolist()}"
-
-
 def of_new(k: Any, v: Any, cache: Any) -> str | None:
     """New tokens [B, n, G, D], at least one, have the shape of those in the cache, each a key and a value."""
     for name, x, (B, _, G, D) in (("k", k, cache.k.shape), ("v", v, cache.v.shape)):
@@ -40,16 +27,7 @@ def of_new(k: Any, v: Any, cache: Any) -> str | None:
     return f"k has {k.shape[1]} tokens, v {v.shape[1]}; every new token has both, and there must be at least one"
 
 
-def of_memory(room: Any, **sizes: Any) -> str | None:
-    """The sizes of a cache; value_dim, window and room are optional."""
-    problem = of_sizes(**{n: x for n, x in sizes.items() if x is not None or n not in ("value_dim", "window")})
-    if problem is None and room is not None and (whole(room) is None or room < 0):
-        return f"room={room!r}: the longest chunk that will be appended at once, a whole number"
-    return problem
-
-
 def of_fork(copies: Any, max_len: Any, lengths: np.ndarray | None) -> str | None:
-    """There are copies, and the rows fit in them."""
     problem = of_sizes(copies=copies, max_len=max_len)
     if problem is None and lengths is not None and max_len < lengths.max():
         return f"max_len={max_len}: the rows hold up to {lengths.max()} tokens already; pass more, or truncate first"
@@ -57,21 +35,18 @@ def of_fork(copies: Any, max_len: Any, lengths: np.ndarray | None) -> str | None
 
 
 def of_saved(state: Any, *names: str) -> str | None:
-    """A state has all the entries that a cache of this framework saves."""
     missing = [name for name in names if not isinstance(state, dict) or name not in state]
     return f"the state has no {', '.join(missing)}; pass what state_dict() of such a cache gave" if missing else None
 
 
-def of_loaded(state: dict[str, Any], cache: Any, lengths: np.ndarray | None) -> str | None:
-    """A saved state comes from a cache with this one's shapes and window, and its rows fit, if they are known."""
-    if state["window"] != cache.window:
-        return f"the state is of a cache with window={state['window']}, this one's is {cache.window}; allocate it so"
-    if state["k"].shape != cache.k.shape or state["v"].shape != cache.v.shape:
-        return f"the state holds k {tuple(state['k'].shape)}, this cache {tuple(cache.k.shape)}"
-    if (state["k"].dtype, state["v"].dtype) != (cache.k.dtype, cache.v.dtype):
-        return f"the state is of {state['k'].dtype}, this cache of {cache.k.dtype}; allocate it with that"
-    if lengths is None:
-        return None
+def of_loaded(state: dict[str, Any], cache: Any, lengths: np.ndarray) -> str | None:
+    """A saved state comes from a cache with this one's shapes and window, and its rows fit."""
+    theirs, mine = (
+        f"window={window}, k {tuple(k.shape)} and v {tuple(v.shape)} of {k.dtype} and {v.dtype}"
+        for window, k, v in ((state["window"], state["k"], state["v"]), (cache.window, cache.k, cache.v))
+    )
+    if theirs != mine:
+        return f"the state is of a cache with {theirs}, this one's is {mine}; allocate it so"
     if lengths.shape != tuple(cache.lengths.shape) or lengths.dtype.kind != "i" or lengths.min() < 0:
         return f"the state's lengths are {lengths.tolist()}; expected a whole number of at least 0 for each row"
     if lengths.max() > cache.max_len:
@@ -80,21 +55,12 @@ def of_loaded(state: dict[str, Any], cache: Any, lengths: np.ndarray | None) -> 
 
 
 def of_truncated(given: Any, rows: int) -> str | None:
-    """One length for all rows, or one per row."""
     if each(given, rows) is not None:
         return None
     return f"truncate to {given!r}: one whole number, or one for each of {rows} rows"
 
 
-def of_keys(keys: Any) -> str | None:
-    """How many keys at once; optional."""
-    if keys is None or (whole(keys) or 0) >= 1:
-        return None
-    return f"keys={keys!r}: the most keys at once, at least 1, a whole number"
-
-
 def of_filled(lengths: np.ndarray | None) -> str | None:
-    """There is something to decode after, if that is known."""
     if lengths is None or all(lengths.tolist()):  # faster than numpy for a few numbers
         return None
     return f"decode before prefill: the cache holds {lengths.tolist()} tokens; prefill a prompt first"
@@ -104,18 +70,14 @@ def of_room(n: int, lengths: np.ndarray | None, max_len: int) -> str | None:
     if lengths is None or max(lengths.tolist()) + n <= max_len:
         return None
     return (
-        f"{n} more token{'s do' if n > 1 else ' does'} not fit: rows hold up to {lengths.max()} of "
-        f"max_len={max_len}; allocate a larger max_len, or truncate"
+        f"{n} more tokens do not fit: rows hold up to {lengths.max()} of max_len={max_len}; truncate or allocate more"
     )
 
 
 def beside_window(n: int, window: int, apart: int = 0) -> str:
     """`apart`: how many tokens the longest row has more than the shortest one."""
     rows = f" in rows whose lengths differ by {apart}" * (apart > 0)
-    return (
-        f"{n} tokens at once do not fit beside a window of {window}{rows}; allocate(room={n + apart}), or append fewer "
-        "at once"
-    )
+    return f"{n} tokens at once do not fit beside a window of {window}{rows}; allocate(room={n + apart}) or append less"
 
 
 def drafts(parents: Any) -> tuple[int, ...] | None:
@@ -142,14 +104,10 @@ def of_window(kept: int | None, spec: AttentionSpec) -> str | None:
         return f"the cache keeps a window of {kept} keys, and the first {spec.first} leave it; allocate without window"
     if kept is None or (spec.behind is not None and spec.behind <= kept):
         return None
-    return (
-        f"the cache keeps a window of {kept} keys, the spec sees window={spec.window}; pass "
-        f"spec=AttentionSpec(window={kept}) or less, or allocate the cache with another window"
-    )
+    return f"the cache keeps a window of {kept} keys, the spec sees window={spec.window}; allocate it with that window"
 
 
 def of_back(new: np.ndarray | None, lengths: np.ndarray | None, first: np.ndarray | None) -> str | None:
-    """Rows are truncated to lengths that they can return to, if those are known."""
     if new is None or lengths is None or first is None:
         return None
     if (new <= lengths).all() and (new >= first).all():

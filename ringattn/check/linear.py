@@ -12,13 +12,9 @@ from ringattn.plans.sizes import dtype_name
 
 
 def of_linear(
-    q: Any, k: Any, v: Any, log_decay: Any, beta: Any, plan: Plan, docs: Docs | None, held: int | None = None
+    q: Any, k: Any, v: Any, log_decay: Any, beta: Any, plan: Plan, docs: Docs | None, tokens: int
 ) -> str | None:
-    """q, k [B, T, G, K], v [B, T, H, V], gates and beta match, and each rank's segments are consecutive tokens.
-
-    `held` is the number of tokens that they must have; by default that of a rank.
-    """
-    held = plan.local_len if held is None else held
+    """q, k [B, T, G, K], v [B, T, H, V], gates and beta match, and each rank's segments are consecutive tokens."""
     if docs is not None and not docs.plain:
         return f"{docs}: linear attention takes documents alone; leave out prefix, spans, trees and slices"
     if problem := of_shapes(q, k, v, linear=True) or of_batch(q):
@@ -29,46 +25,32 @@ def of_linear(
         return f"k has {k.shape[2]} heads, v {v.shape[2]}; the key heads must divide the value heads"
     if q.shape[1] != k.shape[1]:
         return f"q has {q.shape[1]} tokens, k {k.shape[1]}; linear attention needs as many keys as queries"
-    heads = tuple(v.shape[:3])
-    if log_decay is not None and not has_shape(log_decay, (*heads, k.shape[3]), heads):
-        return (
-            f"log_decay has shape {tuple(log_decay.shape)}; expected {(*heads, k.shape[3])}, a gate for every key "
-            f"channel, or {heads}, one for every head"
-        )
+    heads, channels = tuple(v.shape[:3]), (*v.shape[:3], k.shape[3])
+    if log_decay is not None and not has_shape(log_decay, channels, heads):
+        return f"log_decay has shape {tuple(log_decay.shape)}; expected {channels}, by key channel, or {heads}, by head"
     if beta is not None and tuple(beta.shape) != heads:
         return f"beta has shape {tuple(beta.shape)}; expected {heads}, one for every token and value head"
     if problem := segments_problem(plan):
         return problem
     if plan.keys is not plan:
         return f"the plan has {plan.seq_len} queries and {plan.keys.seq_len} keys; linear attention needs as many"
-    return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(
+    return of_lengths(q, k, plan, AttentionSpec(), (tokens, tokens)) or of_docs(
         q.shape[0], plan, AttentionSpec(), docs, None
     )
 
 
 def of_scan(plan: Plan, scan: str) -> str | None:
-    """Whether states may travel like this over the plan."""
     if (problem := of_choice("scan", scan, ("auto", *WAYS))) or scan == "auto" or scan in ways(plan):
         return problem
     if uneven(plan):
         return f"scan={scan!r}: in layout={plan.layout!r} maps go straight to the ranks that need them; leave scan out"
-    return (
-        f"scan={scan!r} takes a state from rank to rank around the ring, once or there and back; in "
-        f"layout={plan.layout!r} the sequence passes the {plan.ring} ranks in another order: use scan='gather'"
-    )
+    return f"scan={scan!r}: in layout={plan.layout!r} the sequence does not pass rank after rank: use scan='gather'"
 
 
 def wrong_number(name: str, at: tuple[int, ...], value: float) -> str:
-    """What is wrong with this gate or beta."""
-    if name == "beta":
-        return (
-            f"beta{list(at)} = {value:g}: beta is in [0, 2], as sigmoid or 2 * sigmoid gives it; outside of it the "
-            "state grows without bound"
-        )
-    return (
-        f"log_decay{list(at)} = {value:g}: a log decay is at most 0, as logsigmoid gives it (of a decay in [0, 1] pass "
-        "decay.log()); growth overflows"
-    )
+    decay = "a log decay is at most 0, as logsigmoid gives it (of a decay in [0, 1] pass decay.log())"
+    what = "beta is in [0, 2], as sigmoid or 2 * sigmoid gives it" if name == "beta" else decay
+    return f"{name}{list(at)} = {value:g}: {what}"
 
 
 def of_scale(scale: float | None, key_dim: int) -> str | None:

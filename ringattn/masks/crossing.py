@@ -10,8 +10,6 @@ import numpy as np
 
 from ringattn.masks.numeric import Row
 
-KINDS = "full", "causal", "inverse", "both"  # of slices
-
 
 class Bands(NamedTuple):
     """Query p of [start, stop) sees the keys [begin + lean * (p - start), end + rise * (p - start)), at least one.
@@ -34,6 +32,11 @@ class Bands(NamedTuple):
     def last_end(self) -> Row:
         return self.end + self.rise * (self.stop - 1 - self.start)
 
+    @property
+    def sides(self) -> tuple[tuple[Row, Row], tuple[Row, Row]]:
+        """Both sides of the intervals as lines: (base, slope) where query p is at base + slope * p."""
+        return (self.begin - self.lean * self.start, self.lean), (self.end - self.rise * self.start, self.rise)
+
     def some(self, which: Any) -> "Bands":
         return Bands(*(x[which] for x in self))
 
@@ -51,6 +54,20 @@ def within(counts: Row) -> Row:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
+def paired(first: Any, counts: Row) -> tuple[Row, Row]:
+    """The pairs of each i with first[i], first[i] + 1, ..., counts[i] of them."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, within(counts) + np.broadcast_to(first, counts.shape)[which]
+
+
+def cut(start: Row, stop: Row, places: Sequence[Row]) -> tuple[Row, Row, Row]:
+    """Each of the ranges [start, stop) cut at its places: the starts and stops of the pieces, and of which range."""
+    edges = np.stack([start, *places, stop]).clip(start, np.maximum(start, stop))
+    edges.sort(0)
+    which, i = np.nonzero((edges[:-1] < edges[1:]).T)
+    return edges[i, which], edges[i + 1, which], which
+
+
 def between(start: Row, stop: Row, first: tuple[Row, Row], last: tuple[Row, Row]) -> Bands:
     """The bands from the intervals of their first and last queries; only those that see something."""
     lean, rise = ((b > a).astype(np.int64) for a, b in zip(first, last, strict=True))
@@ -59,62 +76,36 @@ def between(start: Row, stop: Row, first: tuple[Row, Row], last: tuple[Row, Row]
 
 def continued(bands: Bands) -> Bands:
     """The same bands, of which those that continue each other are one."""
-    base = bands.begin - bands.lean * bands.start, bands.end - bands.rise * bands.start
-    order = np.lexsort((bands.start, *base, bands.lean, bands.rise))
-    bands, base = bands.some(order), (base[0][order], base[1][order])
-    same = [x[1:] == x[:-1] for x in (*base, bands.lean, bands.rise)]
+    (begin, _), (end, _) = bands.sides
+    order = np.lexsort((bands.start, begin, end, bands.lean, bands.rise))
+    bands, *lines = bands.some(order), begin[order], end[order]
+    same = [x[1:] == x[:-1] for x in (*lines, bands.lean, bands.rise)]
     goes_on = np.logical_and.reduce(same) & (bands.start[1:] == bands.stop[:-1])
-    ends = np.append(~goes_on, True)[: len(bands.start)]
-    return bands.some(np.append(True, ~goes_on)[: len(bands.start)])._replace(stop=bands.stop[ends])
+    first, last = runs(goes_on, len(order))
+    return bands.some(first)._replace(stop=bands.stop[last])
 
 
-def of_slices(slices: np.ndarray) -> Bands:
-    """Slices [n, 5] as bands: one each, without queries that see nothing."""
-    start, stop, begin, end, kind = slices.T
-    rise, lean = ((kind == 1) | (kind == 3)).astype(np.int64), (kind >= 2).astype(np.int64)
-    size, late = end - begin, stop - start - (end - begin)  # how many more queries than keys
-    width = np.where(rise > 0, size - (stop - start) + 1, size)  # keys of the first query
-    first = np.where((rise > 0) & (lean == 0), np.maximum(start + late, start), start)
-    last = np.where((lean > 0) & (rise == 0), np.minimum(stop, start + size), stop)
-    width = width + rise * (first - start)
-    bands = Bands(first, last, begin, begin + width, lean, rise)
-    return bands.some((first < last) & (width > 0))
+def runs(goes_on: np.ndarray, size: int) -> tuple[Row, Row]:
+    """The first and the last of each run, where goes_on[i] says that i + 1 is in the run of i."""
+    return np.flatnonzero(np.append(True, ~goes_on)[:size]), np.flatnonzero(np.append(~goes_on, True)[:size])
 
 
 def common(a: Bands, b: Bands) -> Bands:
     """What both bands of each pair see, as bands: cut where another side is the nearer one, or the last key leaves."""
-    first, stop = np.maximum(a.start, b.start), np.minimum(a.stop, b.stop)
-    begins, ends = ([(x[i] - x[i + 2] * x.start, x[i + 2]) for x in (a, b)] for i in (2, 3))
+    start, stop = np.maximum(a.start, b.start), np.minimum(a.stop, b.stop)
+    begins, ends = zip(a.sides, b.sides, strict=True)
 
-    def after(x: Any, y: Any) -> Row:
-        """The first query at which it changes whether line x is beyond line y."""
-        gap, slope = x[0] - y[0], x[1] - y[1]
-        return np.where(slope > 0, 1 - gap, np.where(slope < 0, gap, first))
+    def meeting(x: Any, y: Any, late: Any) -> Row:
+        """The query at which the lines x and y meet, or `late` queries after it."""
+        slope = x[1] - y[1]
+        return np.where(slope == 0, start, (y[0] - x[0]) * slope + late)
 
-    pairs = (begins, ends, (ends[0], begins[1]), (ends[1], begins[0]))
-    cuts = np.stack([first, *(after(*lines) for lines in pairs), stop]).clip(first, np.maximum(first, stop))
-    cuts.sort(0)
-    start = cuts[:-1]
-    begin, last_begin = (base + slope * start for base, slope in begins)
-    end, last_end = (base + slope * start for base, slope in ends)
-    lean, rise = np.where(begin > last_begin, a.lean, b.lean), np.where(end > last_end, b.rise, a.rise)
-    pieces = Bands(start, cuts[1:], np.maximum(begin, last_begin), np.minimum(end, last_end), lean, rise)
-    return Bands(*(x[(start < cuts[1:]) & (pieces.begin < pieces.end)] for x in pieces))
+    # where an end meets a begin, the last query that sees a key is before it if the begin rises, the first one behind
+    places = [meeting(*begins, 0), meeting(*ends, 1), *(meeting(ends[i], begins[1 - i], ends[i][1]) for i in (0, 1))]
+    start, stop, which = cut(start, stop, places)
 
+    def seen(p: Row) -> tuple[Row, Row]:
+        begin, end = ([base[which] + slope[which] * p for base, slope in side] for side in (begins, ends))
+        return np.maximum(*begin), np.minimum(*end)
 
-def overlap(a: Bands, b: Bands) -> np.ndarray:
-    """Whether two bands have a pair in common: some query's later begin is before its earlier end.
-
-    That gap is the least of four lines along the queries, so it is concave: an end of the queries, or a crossing.
-    """
-    first, last = np.maximum(a.start, b.start), np.minimum(a.stop, b.stop) - 1
-    low, high = first, last
-    for x in (a, b):
-        for y in (a, b):
-            # end of x at p: x.end + rise * (p - x.start) must be more than the begin of y at p
-            gap = (x.end - x.rise * x.start) - (y.begin - y.lean * y.start)
-            slope = x.rise - y.lean
-            low = np.where(slope > 0, np.maximum(low, 1 - gap), low)
-            high = np.where(slope < 0, np.minimum(high, gap - 1), high)
-            high = np.where((slope == 0) & (gap <= 0), low - 1, high)
-    return np.asarray(low <= high)
+    return between(start, stop, seen(start), seen(stop - 1))

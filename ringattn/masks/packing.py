@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.masks.numeric import Row, are_counts, rows_of, untraced
+from ringattn.masks.numeric import Row, plain, rows_of
 
 
 def spans_in(starts: Row, counts: list[int], prefix: Any, spans: Any) -> Row | None:
@@ -13,53 +13,39 @@ def spans_in(starts: Row, counts: list[int], prefix: Any, spans: Any) -> Row | N
 
     `counts` is how many documents were given for each row. Rows with fewer spans end in empty ones.
     """
-    by_row: list[list[tuple[int, int]]] = [[] for _ in starts]
+    by_row: list[list[list[int]]] = [[] for _ in starts]
     if prefix is not None:
         given = of_each_row("prefix", rows_of("prefix", prefix), len(starts))
-        for row, *of_row in zip(by_row, given, starts, counts, strict=True):
-            row += prefixes(*of_row)
+        for row, lengths, edges, count in zip(by_row, given, starts.tolist(), counts, strict=True):
+            if len(lengths) != count or (np.array(lengths) > np.diff(edges)[:count]).any():
+                raise ValueError(f"prefix: for each of {count} documents give a number up to its length, got {lengths}")
+            row += [[start, start + n] for n, start in zip(lengths, edges, strict=False) if n]
     if spans is not None:
-        for row, pairs, edges in zip(by_row, of_each_row("spans", pairs_of(spans), len(starts)), starts, strict=True):
-            for start, stop in pairs:
-                at = int(np.searchsorted(edges, start, "right"))
-                if not 0 <= start < stop or at >= len(edges) or stop > edges[at]:
-                    raise ValueError(
-                        f"spans: ({start}, {stop}) is no range of tokens within one document; documents start at "
-                        f"{edges[:-1].tolist()} and end at {int(edges[-1])}"
-                    )
-                row.append((start, stop))
-    for row in by_row:
+        for row, pairs in zip(by_row, of_each_row("spans", pairs_of(spans), len(starts)), strict=True):
+            row += pairs
+    for row, edges in zip(by_row, starts, strict=True):
         row.sort()
+        for start, stop in row:
+            at = int(np.searchsorted(edges, start, "right"))
+            if start >= stop or at >= len(edges) or stop > edges[at]:
+                where = f"documents start and end at {edges.tolist()}"
+                raise ValueError(f"spans: ({start}, {stop}) is no range of tokens within one document; {where}")
         if wrong := [pair for pair in pairwise(row) if pair[1][0] < pair[0][1]]:
             raise ValueError(f"spans overlap: {wrong[0][0]} and {wrong[0][1]}; join them, or make them shorter")
     most = max(map(len, by_row))
     if most == 0:
         return None
-    empty = [(int(edges[-1]), int(edges[-1])) for edges in starts]
-    return np.array([row + [end] * (most - len(row)) for row, end in zip(by_row, empty, strict=True)], np.int64)
+    return np.array([row + [[edges[-1]] * 2] * (most - len(row)) for row, edges in zip(by_row, starts, strict=True)])
 
 
-def prefixes(lengths: list[Any], edges: Row, count: int) -> list[tuple[int, int]]:
-    """The prefixes of the documents of a row, as spans."""
-    if not are_counts(lengths) or len(lengths) != count:
-        raise ValueError(f"prefix: expected a whole number for each of {count} documents, got {lengths}")
-    pairs = []
-    for n, start, stop in zip(map(int, lengths), edges.tolist(), edges[1:].tolist(), strict=False):
-        if n > stop - start:
-            raise ValueError(f"prefix: {n} tokens of a document of {stop - start}; at most its length")
-        if n:
-            pairs.append((start, start + n))
-    return pairs
-
-
-def pairs_of(spans: Any) -> list[list[tuple[int, int]]]:
+def pairs_of(spans: Any) -> list[list[list[int]]]:
     """Pairs of whole numbers for each row, from those of one row or of all."""
-    given = untraced(spans).tolist() if hasattr(spans, "tolist") else list(spans)
-    rows = [given] if not given or is_pair(given[0]) else [list(row) for row in given]
+    given = list(plain(spans))
+    rows = [given] if not given or is_pair(given[0]) else given
     for row in rows:
-        if not all(is_pair(pair) and are_counts(list(pair)) for pair in row):
+        if not all(map(is_pair, row)):
             raise ValueError(f"spans: expected pairs (start, stop) of whole numbers, got {row}")
-    return [[(int(start), int(stop)) for start, stop in row] for row in rows]
+    return [rows_of("spans", row) if row else [] for row in rows]
 
 
 def is_pair(x: Any) -> bool:
@@ -67,28 +53,21 @@ def is_pair(x: Any) -> bool:
 
 
 def of_each_row(name: str, given: list[Any], rows: int) -> list[Any]:
-    if len(given) == rows:
-        return given
-    if len(given) == 1:
-        return given * rows
-    raise ValueError(f"{name} has {len(given)} rows, the documents have {rows}; give as many, or one for all")
+    if len(given) != rows:
+        raise ValueError(f"{name} has {len(given)} rows, the documents have {rows}; give as many")
+    return given
 
 
-def parents_in(starts: Row, rows: list[list[Any]]) -> Row:
+def parents_in(starts: Row, rows: list[list[int]]) -> Row:
     """The parents of the segments of each row, [rows, n]; rows with fewer segments end in empty ones without."""
     padded, count = [], starts.shape[1] - 1
     for row in of_each_row("parents", rows, len(starts)):
         if len(row) > count or (len(rows) == 1 and len(row) != count):
             raise ValueError(f"parents: {len(row)} numbers for {count} segments; give one for each")
         for i, parent in enumerate(row):
-            if not are_counts([parent]) and parent != -1:
-                raise ValueError(f"parents: {parent!r} of segment {i} is no number of a segment, nor -1 for none")
             if parent >= i:
-                raise ValueError(
-                    f"parents are not a tree: segment {i} has parent {int(parent)}, which does not come before it; "
-                    "order segments so that each follows its parent"
-                )
-        padded.append([int(parent) for parent in row] + [-1] * (count - len(row)))
+                raise ValueError(f"parents are not a tree: segment {i} has parent {parent}, which must come before it")
+        padded.append(row + [-1] * (count - len(row)))
     return np.array(padded, np.int64)
 
 

@@ -57,9 +57,7 @@ def end_of(ids: Any, padding: int | None, xp: Any) -> Any:
 def documents_in(ids: Row, padding: int | None) -> int:
     """The number of documents in a row; an error if an id comes back after another one."""
     ids = ids if padding is None else ids[: end_of(ids[None], padding, np)[0, 0]]
-    if not len(ids):
-        return 0
-    starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+    starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])[: len(ids)])
     _, first = np.unique(ids[starts], return_index=True)
     again = np.setdiff1d(np.arange(len(starts)), first)
     again = again[ids[starts[again]] != padding]

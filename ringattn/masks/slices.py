@@ -4,20 +4,22 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.masks.crossing import KINDS, Bands, of_slices, overlap
-from ringattn.masks.spec import Docs, untraced, whole
+from ringattn.masks.crossing import Bands, common
+from ringattn.masks.numeric import plain, whole
+from ringattn.masks.spec import Docs
 
+KINDS = "full", "causal", "inverse", "both"
 COMPARED = 256  # slices at once with all others
 
 
-class Sliced(Docs):
+class Mask(Docs):
     """Which query sees which key, as slices; `from_slices` makes it. Masks compare by value, as documents do.
 
     `slices` is int64 [1, n, 5]: queries [start, stop), keys [start, stop), and the number of the kind.
     """
 
     @classmethod
-    def from_slices(cls, q_ranges: Any, k_ranges: Any, kinds: Any, total: int) -> "Sliced":
+    def from_slices(cls, q_ranges: Any, k_ranges: Any, kinds: Any, total: int) -> "Mask":
         """Slices of a sequence of `total` tokens: in slice i the queries of q_ranges[i] see keys of k_ranges[i].
 
         "full"     all of them
@@ -45,23 +47,27 @@ class Sliced(Docs):
         number = np.array([KINDS.index(kind) for kind in words], np.int64)[:, None]
         slices = np.concatenate([*sides, number], 1)
         check_apart(slices)
-        return cls.unchecked(np.array([[0, size]]), size, None, None, slices[None])  # type: ignore[return-value]
-
-
-Mask = Sliced  # its public name; in here a mask is a plan, a spec and documents
+        return cls(np.array([[0, size]]), size, slices=slices[None])
 
 
 def ranges(name: str, given: Any, total: int) -> np.ndarray:
     """Pairs (start, stop) within `total`, [n, 2]."""
-    pairs = np.asarray(untraced(given) if len(given) else np.zeros((0, 2), int))
+    pairs = np.asarray(plain(given) if len(given) else np.zeros((0, 2), int))
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
         raise ValueError(f"{name}: expected pairs (start, stop) of whole numbers, got {given!r}")
     start, stop = pairs.T
-    for wrong, why in (((start < 0) | (start > stop), "is no range"), (stop > total, f"reaches beyond total={total}")):
-        if wrong.any():
-            i = int(np.argmax(wrong))
-            raise ValueError(f"{name}[{i}] = {tuple(pairs[i].tolist())} {why}")
+    wrong = np.flatnonzero((start < 0) | (start > stop) | (stop > total))
+    if len(wrong):
+        raise ValueError(f"{name}[{wrong[0]}] = {tuple(pairs[wrong[0]].tolist())} is no range within total={total}")
     return pairs.astype(np.int64)
+
+
+def of_slices(slices: np.ndarray) -> Bands:
+    """Slices [n, 5] as bands: one each, without queries that see nothing."""
+    start, stop, begin, end, kind = slices.T
+    lean, rise = kind // 2, kind % 2
+    whole = Bands(start, stop, begin, end, 0 * kind, 0 * kind)
+    return common(whole, Bands(start, stop, begin, end - rise * (stop - 1 - start), lean, rise))
 
 
 def check_apart(slices: np.ndarray) -> None:
@@ -74,12 +80,9 @@ def check_apart(slices: np.ndarray) -> None:
         some, later = number[i : i + COMPARED, None], number[i : behind[i : i + COMPARED].max()]
         share_keys = (bands.begin[later] < end[some]) & (bands.begin[some] < end[later])
         first, other = np.nonzero((some < later) & (later < behind[some]) & share_keys)
-        first, other = first + i, other + i
-        if len(hit := np.flatnonzero(overlap(bands.some(first), bands.some(other)))):
-            names = [describe(bands, j) for j in (first[hit[0]], other[hit[0]])]
-            raise ValueError(f"slices overlap: {names[0]} and {names[1]}; no query may see a key twice")
-
-
-def describe(bands: Bands, i: int) -> str:
-    last = bands.some([i])
-    return f"queries {bands.start[i]} to {bands.stop[i]} over keys {bands.begin[i]} to {int(last.last_end[0])}"
+        twice = common(bands.some(first + i), bands.some(other + i))
+        if len(twice.start):
+            start, stop, begin, *_ = (int(x[0]) for x in twice)
+            raise ValueError(
+                f"slices overlap: queries {start} to {stop} see key {begin} by two of them; each may be seen once"
+            )

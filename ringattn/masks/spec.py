@@ -10,22 +10,14 @@ from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
 from itertools import accumulate
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from ringattn.masks.numeric import LONGEST, are_counts, are_starts, rows_of
-from ringattn.masks.numeric import Row as Row
-from ringattn.masks.numeric import is_number as is_number
-from ringattn.masks.numeric import is_traced as is_traced
-from ringattn.masks.numeric import of_factor as of_factor
-from ringattn.masks.numeric import raise_if as raise_if
-from ringattn.masks.numeric import untraced as untraced
-from ringattn.masks.numeric import whole as whole
+from ringattn.masks.numeric import LONGEST, Row, is_number, is_traced, of_factor, raise_if, rows_of, whole
 from ringattn.masks.packing import branch_positions, parents_in, spans_in
 from ringattn.masks.segment_ids import starts_of
-from ringattn.masks.values import Value
+from ringattn.masks.values import Value, fields
 
 
 class AttentionSpec(Value):
@@ -59,15 +51,8 @@ class AttentionSpec(Value):
             raise ValueError(f"first={self.first} is for a window or a chunk: without them all queries see these keys")
         for name in ("softcap", "scale"):
             raise_if(of_factor(name, getattr(self, name)))
-        plain: Any = {
-            "causal": bool,
-            "window": plain_window,
-            "chunk": int,
-            "first": int,
-            "softcap": float,
-            "scale": float,
-        }
-        for name, number in plain.items():
+        kinds: Any = bool, plain_window, int, int, float, float
+        for name, number in zip(fields(self), kinds, strict=True):
             value = getattr(self, name)
             if value is not None:  # numpy's numbers are equal to Python's, but make arrays of their own dtype
                 object.__setattr__(self, name, number(value))
@@ -102,41 +87,32 @@ class Docs:
 
     PARTS = "starts", "spans", "parents", "slices"
 
-    def __init__(self, starts: np.ndarray, length: int):
-        given, limit = np.asarray(untraced(starts)), whole(length)
-        counted = limit is not None and limit <= LONGEST and given.ndim == 2 and given.dtype.kind in "iu"
-        if limit is None or not (counted and are_starts(given, limit)):
-            raise ValueError(
-                f"Docs(starts, length={length!r}): starts must be whole numbers [rows, n + 1], each row from 0 on, "
-                f"never decreasing, up to the length (at most {LONGEST}); got {given!r} (Docs.from_lengths makes them)"
-            )
-        self._keep(limit, given.astype(np.int64))  # a copy: a loader may fill its array again
+    def __init__(
+        self, starts: Any, length: int, spans: Any = None, parents: Any = None, slices: Any = None,
+        padded: bool | None = None,
+    ):  # fmt: skip
+        """Docs of these arrays without a check or a copy: they must be right and may not change later.
 
-    def _keep(self, length: int, *parts: Any) -> None:
+        JAX may trace starts and spans. Whether some row ends in padding is then `padded`.
+        """
         if "torch" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling():
             # torch.compile would trace numpy as tensors; with an error it leaves this call to Python instead. Not
             # is_compiling, which is True in every thread while one of them compiles.
             raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
         if "jax" in sys.modules:
             register_in_jax(type(self))  # type: ignore[arg-type]  # a class has a hash, whatever its values have
-        self.starts, self.spans, self.parents, self.slices = (*parts, None, None, None)[: len(self.PARTS)]
-        self.length, self.rows = length, len(self.starts)
-        for x in parts:
-            if x is not None:
+        self.starts, self.spans, self.parents, self.slices, self.length = starts, spans, parents, slices, length
+        self.rows = (getattr(starts, "shape", None) or (1,))[0]  # JAX makes trees of placeholders too
+        self.padded = bool((starts[:, -1] < length).any()) if padded is None else padded
+        for x in self.parts:
+            if isinstance(x, np.ndarray):
                 x.setflags(write=False)
-        self.padded = bool((self.starts[:, -1] < length).any())  # whether some row ends in padding
-        # All parts as one array: a copy, since torch.compile guards it as a tensor and warns of one that is read-only.
-        self.encoded = self.starts.copy() if self.plain else packed(self.parts)
+        if padded is None:
+            # All parts as one array: a copy, since torch.compile guards it as a tensor, and warns of a read-only one.
+            self.encoded = starts.copy() if self.plain else packed(self.parts)
 
     def __reduce__(self) -> Any:
-        return type(self).unchecked, (self.starts, self.length, *self.parts[1:])
-
-    @classmethod
-    def unchecked(cls, starts: np.ndarray, length: int, *more: Any) -> "Docs":
-        """Docs of these parts without a check or a copy: they must be right and may not change later."""
-        docs = object.__new__(cls)
-        docs._keep(length, starts, *more)
-        return docs
+        return type(self), (self.starts, self.length, *self.parts[1:])
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -160,13 +136,8 @@ class Docs:
         [[0, 3, 8]]
         """
         rows = rows_of("document lengths", lengths)
-        for row in rows:
-            if not are_counts(row):
-                raise ValueError(f"document lengths must be whole numbers of at least 0, got {row}")
-        docs = cls._from_rows([list(accumulate(map(int, row), initial=0)) for row in rows], pad_to)
-        if prefix is None and spans is None:
-            return docs
-        return cls.unchecked(docs.starts, docs.length, spans_in(docs.starts, list(map(len, rows)), prefix, spans))
+        starts, length = in_one_length([list(accumulate(row, initial=0)) for row in rows], pad_to)
+        return cls(starts, length, spans_in(starts, list(map(len, rows)), prefix, spans))
 
     @classmethod
     def tree(cls, lengths: Any, parents: Any, pad_to: int | None = None) -> "Docs":
@@ -179,16 +150,15 @@ class Docs:
         [[-1, 0, 0]]
         """
         docs = cls.from_lengths(lengths, pad_to)
-        return cls.unchecked(docs.starts, docs.length, None, parents_in(docs.starts, rows_of("parents", parents)))
+        return cls(docs.starts, docs.length, parents=parents_in(docs.starts, rows_of("parents", parents, least=-1)))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, pad_to: int | None = None) -> "Docs":
         """Documents from cumulative lengths [0, n1, n1 + n2, ...], as a list, array or tensor; 2-d for a batch."""
         rows = rows_of("cu_seqlens", cu_seqlens)
-        for row in rows:
-            if not are_counts(row) or row[:1] != [0] or row != sorted(row):
-                raise ValueError(f"cu_seqlens must begin with 0 and never decrease, in whole numbers, got {row}")
-        return cls._from_rows([list(map(int, row)) for row in rows], pad_to)
+        if wrong := [row for row in rows if row[:1] != [0] or row != sorted(row)]:
+            raise ValueError(f"cu_seqlens must begin with 0 and never decrease, got {wrong[0]}")
+        return cls(*in_one_length(rows, pad_to))
 
     @classmethod
     def from_segment_ids(
@@ -206,38 +176,7 @@ class Docs:
         [[0, 3, 5]]
         """
         starts, length = starts_of(ids if plan is None else plan.unshard(ids, ids.ndim - 1), most, padding)
-        return cls.bare(starts, length) if is_traced(starts) else cls.unchecked(starts, length)
-
-    @classmethod
-    def bare(cls, starts: Any, length: int, padded: bool = True, spans: Any = None) -> "Docs":
-        """Docs whose starts and spans are not read, since JAX may trace them."""
-        docs = object.__new__(cls)
-        docs.starts, docs.spans, docs.parents, docs.slices = starts, spans, None, None
-        docs.length, docs.padded = length, padded
-        docs.rows = (getattr(starts, "shape", None) or (1,))[0]  # JAX makes trees of placeholders too
-        return docs
-
-    @classmethod
-    def _from_rows(cls, rows: list[list[int]], pad_to: int | None) -> "Docs":
-        if not rows or any(len(row) < 2 for row in rows):
-            raise ValueError("no documents: every row needs at least one length (0 for an empty document)")
-        totals = [row[-1] for row in rows]
-        length = totals[0] if pad_to is None else whole(pad_to)
-        if length is None:
-            raise ValueError(
-                f"pad_to={pad_to!r}: the length with padding, a whole number of tokens (None for no padding)"
-            )
-        if max(length, *totals) > LONGEST:
-            raise ValueError(f"documents of {max(length, *totals)} tokens: at most {LONGEST} are counted")
-        if pad_to is None and len(set(totals)) > 1:
-            raise ValueError(
-                f"the rows' document lengths add up to {totals}, not one length; pass pad_to={max(totals)} (or more) "
-                "to let the shorter rows end in padding"
-            )
-        if max(totals) > length:
-            raise ValueError(f"documents of {max(totals)} tokens do not fit in pad_to={length}")
-        width = max(len(row) for row in rows)
-        return cls.unchecked(np.array([row + [row[-1]] * (width - len(row)) for row in rows], np.int64), length)
+        return cls(starts, length, padded=True if is_traced(starts) else None)
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
@@ -250,7 +189,7 @@ class Docs:
             return self
         if any((x != x[:1]).any() for x in self.parts if x is not None):
             return None
-        return self.unchecked(self.starts[:1], self.length, *(None if x is None else x[:1] for x in self.parts[1:]))
+        return type(self)(self.starts[:1], self.length, *(None if x is None else x[:1] for x in self.parts[1:]))
 
     @cached_property
     def depths(self) -> Row | None:
@@ -279,6 +218,22 @@ class Docs:
         return f"Docs({n - 1} {what}{spans}, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
 
 
+def in_one_length(rows: list[list[int]], pad_to: int | None) -> tuple[Row, int]:
+    """The starts of the documents of rows of cumulative lengths, [rows, n + 1], and the length of a row."""
+    if not rows or any(len(row) < 2 for row in rows):
+        raise ValueError("no documents: every row needs at least one length (0 for an empty document)")
+    totals = [row[-1] for row in rows]
+    length = totals[0] if pad_to is None else whole(pad_to)
+    if pad_to is None and len(set(totals)) > 1:
+        raise ValueError(f"rows whose document lengths add up to {totals}: pass pad_to={max(totals)} (or more)")
+    if length is None or max(totals) > length:
+        raise ValueError(f"documents of {max(totals)} tokens do not fit in pad_to={pad_to!r}, the length with padding")
+    if length > LONGEST:
+        raise ValueError(f"documents of {length} tokens: at most {LONGEST} are counted")
+    width = max(map(len, rows))
+    return np.array([row + [row[-1]] * (width - len(row)) for row in rows], np.int64), length
+
+
 def packed(parts: tuple[Row | None, ...]) -> Row:
     """Of each part its number of dims, its shape and its numbers, one after the other."""
     each = [np.array([0]) if x is None else np.concatenate([[x.ndim], x.shape, x.ravel()]) for x in parts]
@@ -294,15 +249,11 @@ def register_in_jax(kind: type[Docs] = Docs) -> None:
     register_pytree_node = import_module("jax.tree_util").register_pytree_node
 
     def taken_apart(docs: Docs) -> tuple[Any, Any]:
-        if docs.parents is not None or docs.slices is not None:
-            return (), docs
-        return (docs.starts, docs.spans), (docs.length, docs.padded)
+        constant = docs.parents is not None or docs.slices is not None
+        return ((), docs) if constant else ((docs.starts, docs.spans), (docs.length, docs.padded))
 
     def put_together(aux: Any, parts: Any) -> Docs:
-        if isinstance(aux, Docs):
-            return aux
-        length, padded = aux
-        return Docs.bare(parts[0], length, padded, parts[1])
+        return Docs(parts[0], aux[0], parts[1], padded=aux[1]) if parts else aux
 
     with suppress(ValueError):  # another thread was faster
         register_pytree_node(kind, taken_apart, put_together)
@@ -310,24 +261,16 @@ def register_in_jax(kind: type[Docs] = Docs) -> None:
 
 def of_window(causal: bool, window: Any) -> str | None:
     """The problem with a window, if there is one."""
-    if window is None:
-        return None
     if isinstance(window, tuple):
         if causal:
             return f"window={window!r} looks to both sides; use causal=False, or with causal=True the number of keys"
         if len(window) != 2 or not all(is_number(n, 0) for n in window):
             return f"window={window!r}: (left, right), how many keys before and after its own position a query sees"
-        return None
-    if isinstance(window, Integral) and int(window) >= 2**63:
-        return f"window={window}: positions are counted in 64 bits; use None for all keys"
-    if not is_number(window, 1):
+    elif window is not None and not is_number(window, 1):
         return f"window={window!r}: the number of keys a query sees, at least 1 (None for all)"
-    if causal:
-        return None
-    return (
-        f"window={window} counts back from the query's own position, which has no meaning with causal=False; use "
-        f"causal=True, or window=None, or a pair: window=({window - 1}, 0)"
-    )
+    elif window is not None and not causal:
+        return f"window={window} counts back, which needs causal=True; else pass a pair: window=({window - 1}, 0)"
+    return None
 
 
 def plain_window(window: Any) -> int | tuple[int, int]:

@@ -217,7 +217,7 @@ def kept_docs(starts: bytes, shape: tuple[int, ...], length: int) -> Docs:
 def decoded(numbers: np.ndarray, length: int) -> Docs:
     """The documents with this `encoded`; the numbers may not change later."""
     if numbers.ndim == 2:
-        return Docs.unchecked(numbers, length)
+        return Docs(numbers, length)
     parts: list[Any] = []
     for _ in Docs.PARTS:
         dims, rest = int(numbers[0]), numbers[1:]
@@ -225,4 +225,4 @@ def decoded(numbers: np.ndarray, length: int) -> Docs:
         size = int(shape.prod()) if dims else 0
         parts.append(rest[:size].reshape(shape).copy() if dims else None)
         numbers = rest[size:]
-    return Docs.unchecked(parts[0], length, *parts[1:])
+    return Docs(parts[0], length, *parts[1:])

@@ -123,7 +123,7 @@ def filled(docs: Docs | None) -> Docs | None:
     while size < docs.starts.shape[1] - 1:
         size *= 8
     more = size + 1 - docs.starts.shape[1]
-    return Docs.bare(np.pad(docs.starts, ((0, 0), (0, more)), mode="edge"), docs.length, spans=docs.spans)
+    return Docs(np.pad(docs.starts, ((0, 0), (0, more)), mode="edge"), docs.length, docs.spans, padded=True)
 
 
 def cut_of_rows(starts: Any, tokens: P) -> P:

@@ -17,7 +17,7 @@ from ringattn.kernels.families import over_families_in_jax
 from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets, stack
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.layouts.layout import Layout, to_local
-from ringattn.masks.bands import Bands, covered, intervals
+from ringattn.masks.bands import bounds_at, intervals
 from ringattn.plans.cost import Shape
 from ringattn.plans.mask import Mask
 from ringattn.plans.plan import Plan
@@ -75,7 +75,7 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any, sp
     spec, seq_len, key_len = mask.spec, mask.plan.seq_len, mask.plan.keys.seq_len
     own = p = positions[None]
     if mask.docs is not None and (mask.docs.parents is not None or mask.docs.slices is not None):
-        return [looked_up(family, positions) for family in mask.families]
+        return [bounds_at(family, positions, jnp) for family in mask.families]
     begin, end = jnp.zeros_like(p), jnp.full_like(p, key_len)
     if starts is not None:
         starts = numbered(starts)
@@ -101,18 +101,6 @@ def span_of(spans: Array, p: Array) -> Side:
     start, stop = (entry(spans[..., i], jnp.maximum(j, 0)) for i in (0, 1))
     inside = (j >= 0) & (p < stop)
     return jnp.where(inside, start, jnp.iinfo(jnp.int32).max), jnp.where(inside, stop, 0)
-
-
-def looked_up(family: tuple[Bands, ...], positions: Array) -> Side:
-    """`ringattn.masks.bands.bounds_at` for traced positions."""
-    rows = []
-    for bands in map(covered, family):
-        start, begin, end, lean, rise = (jnp.asarray(x, jnp.int32) for x in (bands.start, *bands[2:]))
-        i = jnp.searchsorted(start, positions, side="right") - 1
-        apart = positions - start[i]
-        rows.append((begin[i] + lean[i] * apart, end[i] + rise[i] * apart))
-    begins, ends = zip(*rows, strict=True)
-    return jnp.stack(begins), jnp.stack(ends)
 
 
 class Table(NamedTuple):

@@ -38,7 +38,7 @@ from ringattn.comms.jax import MeshAxis
 from ringattn.jax.sharding import batch_axes, check_context, moved, over_mesh, sequence_axes
 from ringattn.masks.spec import raise_if
 from ringattn.plans.plan import LARGEST_POSITION, Plan
-from ringattn.serving import Heads, Moves, Stripes, prefill_moves
+from ringattn.serving import Heads, Stripes, prefill_way
 
 
 @partial(
@@ -124,14 +124,11 @@ class KVCache(serving.KVCache):
         slots = slots_for(max_len, self.most, self.stripes)  # more than before only if no slot was used twice
         return replace(over_devices(Fork(copies, slots), self, (), ())[0], max_len=max_len)
 
-    def moves(self, plan: Plan, heads: int) -> Moves:
-        """What will travel when a chunk under `plan` attends to this cache, as if it were full, and what that costs."""
+    def way(self, plan: Plan, heads: int) -> str:
+        """What will travel when a chunk under `plan` attends to this cache, as if it were full: "queries" or "keys"."""
         road = plan.machine, plan.link, plan.device != "cpu"
         ranks, cached = self.stripes.ranks, min(self.max_len, self.k.shape[1])
-        return prefill_moves(ranks, plan.local_len, cached, self.heads_of(heads), *road, beside=False)
-
-    def exchanged_by(self, nbytes: int) -> str:
-        return "gather"
+        return prefill_way(ranks, plan.local_len, cached, self.heads_of(heads), *road)
 
     def heads_of(self, heads: int) -> Heads:
         """The sizes of a token on one device, if there are `heads` query heads in all."""

@@ -10,54 +10,52 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringattn.check.arguments import of_unknown
+from ringattn.check.arguments import of_sizes, of_unknown
 from ringattn.check.attention import of_lengths, of_plan, of_shapes
-from ringattn.check.cache import drafts, of_filled, of_keys, of_parents, of_start, of_window
-from ringattn.jax.attention.steps import local_positions, looked_up, recipe_of, score_of
+from ringattn.check.cache import drafts, of_filled, of_parents, of_window
+from ringattn.jax.attention.steps import local_positions, recipe_of, score_of
 from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
 from ringattn.jax.sharding import reordered
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
-from ringattn.masks.bands import families, intervals
+from ringattn.masks.bands import bounds_at, families, intervals
 from ringattn.masks.numeric import of_choice
 from ringattn.masks.packing import depths
 from ringattn.masks.spec import AttentionSpec, Docs, raise_if, whole
 from ringattn.plans.mask import Mask
 from ringattn.plans.plan import Plan
 from ringattn.plans.sizes import heads_problem
-from ringattn.serving import MOVES, keys_at_once
+from ringattn.serving import WAYS, keys_at_once
 
 
 def prefill(
     q: Array, k: Array, v: Array, plan: Plan, cache: KVCache, *, spec: AttentionSpec | None = None,
-    sinks: Array | None = None, start: int | Sequence[int] | None = None, move: str = "auto", keys: int | None = None,
+    sinks: Array | None = None, move: str = "auto", keys: int | None = None,
 ) -> tuple[Array, KVCache]:  # fmt: skip
     """Append a chunk of the prompt to the cache and attend to everything so far: (out [B, T, H, V], the cache).
 
-    q, k and v are global arrays in the order of `plan` (the cache's plan `for_length(chunk)`), as out is. `start` is
-    where the chunk begins, checked against the cache if given. `move` is what travels: "queries", "keys", or
-    "auto", which leaves less time exposed if the cache is full (`cache.explain` shows which). `keys` is the most keys
-    of a device that are attended to, or sent, at once; by default a few times its queries.
+    q, k and v are global arrays in the order of `plan` (the cache's plan `for_length(chunk)`), as out is. `move` is
+    what travels: "queries", "keys", or "auto", which leaves less time exposed if the cache is full. `keys` is the most
+    keys of a device that are attended to, or sent, at once; by default a few times its queries.
     """
     spec = AttentionSpec() if spec is None else spec
     held = plan.tokens.padded_length
     raise_if(
-        of_choice("move", move, ("auto", *MOVES))
-        or of_keys(keys)
+        of_choice("move", move, ("auto", *WAYS))
+        or of_sizes("keys", keys=keys)
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or of_plan(q, k, v, plan)
         or of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, AttentionSpec(causal=False), (held, held))
-        or of_cache(cache, plan, spec, start)
+        or of_cache(cache, plan, spec)
         or cache.problem(k, v, plan.seq_len)
     )
-    way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
+    way = cache.way(plan, q.shape[2]) if move == "auto" else move
     work = Prefill(plan, spec, way, whole(keys) or keys_at_once(plan.local_len))
     cache, out = over_devices(work, cache, (q, k, v), (sinks,))
     return out, cache
@@ -75,7 +73,7 @@ def decode(
     """
     spec = AttentionSpec() if spec is None else spec
     raise_if(
-        of_unknown("decode", unknown, "spec", "tree")
+        of_unknown("decode", unknown)
         or of_parents(parents, k.shape[1])
         or of_tree(parents, spec)
         or of_shapes(q, k, v)
@@ -89,12 +87,11 @@ def decode(
     return out, cache
 
 
-def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
-    """Why a chunk with this plan, spec and start does not fit the cache, or None."""
+def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec) -> str | None:
+    """Why a chunk with this plan and spec does not fit the cache, or None."""
     if (plan.ring, plan.ulysses, plan.axes) != (cache.plan.ring, cache.plan.ulysses, cache.plan.axes):
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(start))
-    return of_window(cache.window, spec) or of_start(start, None if traced else cache.concrete_lengths)
+    return of_window(cache.window, spec)
 
 
 def of_tokens(q: Array, k: Array, cache: KVCache, spec: AttentionSpec) -> str | None:
@@ -197,7 +194,7 @@ class Meeting(NamedTuple):
             position = self.before[:, None] + depth[None]
             held, cached = self.before[:, None], intervals(self.spec, position, nothing, every)
             seen = [(jnp.minimum(low, held), jnp.minimum(high, held)) for low, high in cached]
-            among = [looked_up(family, at) for family in families(self.spec, self.tokens, docs=docs)]
+            among = [bounds_at(family, at, jnp) for family in families(self.spec, self.tokens, docs=docs)]
             seen += [(low + self.before[:, None], high + self.before[:, None]) for low, high in among]
         fits = index < last
         return [(jnp.where(fits, begin, last), jnp.where(fits, end, last)) for begin, end in seen]

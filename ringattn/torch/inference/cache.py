@@ -23,7 +23,7 @@ from ringattn.check.arguments import of_arrays
 from ringattn.layouts.layout import Layout
 from ringattn.masks.spec import raise_if, whole
 from ringattn.plans.plan import Plan
-from ringattn.serving import Heads, Moves, Stripes, exchange_way, prefill_moves
+from ringattn.serving import Heads, Stripes, prefill_way
 from ringattn.torch.check import of_dense, of_meta, of_tangents, of_types
 from ringattn.torch.inference.chunk import Holder, landings
 
@@ -247,19 +247,16 @@ class KVCache(serving.KVCache):
     def place(self) -> tuple[int, int, int]:
         return self.rank, self.ranks, self.stripes.block
 
-    def moves(self, plan: Plan, heads: int) -> Moves:
-        """What will travel when a chunk under `plan` attends to this cache, and what that costs."""
+    def way(self, plan: Plan, heads: int) -> str:
+        """What will travel when a chunk under `plan` attends to this cache: "queries" or "keys"."""
         cached = int(self.lengths.max()) + plan.seq_len
         road = plan.machine, plan.link, plan.device != "cpu"
-        return prefill_moves(self.ranks, plan.local_len, cached, self.heads_of(heads), *road)
+        return prefill_way(self.ranks, plan.local_len, cached, self.heads_of(heads), *road)
 
     def heads_of(self, heads: int) -> Heads:
         """The sizes of a token here, with `heads` query heads."""
         B, _, G, D = self.k.shape
         return Heads(heads, G, D, self.v.shape[-1], self.k.element_size(), B)
-
-    def exchanged_by(self, nbytes: int) -> str:
-        return exchange_way(nbytes, self.ranks, self.plan.link)
 
     def holders(self) -> tuple[Holder, ...]:
         """The memories that hold this cache's keys: for a fork, first those that it shares."""

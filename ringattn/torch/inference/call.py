@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn import kernels
-from ringattn.check.arguments import of_arguments, of_arrays, of_unknown
+from ringattn.check.arguments import of_arguments, of_arrays, of_sizes, of_unknown
 from ringattn.check.attention import of_lengths, of_plan
-from ringattn.check.cache import drafts, of_filled, of_keys, of_parents, of_start, of_window
+from ringattn.check.cache import drafts, of_filled, of_parents, of_window
 from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
@@ -25,7 +25,7 @@ from ringattn.masks.numeric import of_choice
 from ringattn.masks.spec import AttentionSpec, raise_if, whole
 from ringattn.plans.plan import Plan
 from ringattn.plans.sizes import heads_problem
-from ringattn.serving import MOVES, exchange_over, exchange_way, keys_at_once
+from ringattn.serving import WAYS, exchange_over, exchange_way, keys_at_once
 from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Score, problem_of, score_with
 from ringattn.torch.bind import key_of, remember
@@ -148,8 +148,7 @@ def leg(axis: Axis, plan: Plan, q: Tensor, v: Tensor) -> tuple[Axis, bool]:
 
 
 def bind_prefill(
-    q: Any, k: Any, v: Any, plan: Plan, cache: KVCache, spec: Any, sinks: Any, start: int | Sequence[int] | None,
-    move: Any, keys: Any,
+    q: Any, k: Any, v: Any, plan: Plan, cache: KVCache, spec: Any, sinks: Any, move: Any, keys: Any,
 ) -> Prefill:  # fmt: skip
     """The call for these arguments. Raises the same error on all ranks, before the cache is changed, if they are wrong.
 
@@ -158,18 +157,17 @@ def bind_prefill(
     ranks = plan.axes.number  # plans of two meshes may be equal
     key, call = look_up(cache, q, k, v, sinks, plan, spec, ranks, move, keys)
     if call is not None:
-        call.check(cache, of_start(start, cache.lengths) or cache.overflow(plan.seq_len))
+        call.check(cache, cache.overflow(plan.seq_len))
         return call
     refuse_types(q, k, v, spec, sinks, plan)
     problem = (
-        of_choice("move", move, ("auto", *MOVES))
-        or of_keys(keys)
+        of_choice("move", move, ("auto", *WAYS))
+        or of_sizes("keys", keys=keys)
         or check.of_tensors(q, k, v)
         or of_plan(q, k, v, plan)
         or check.of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, FULL, (plan.local_len, plan.local_len))
         or of_cache(cache, plan, spec)
-        or of_start(start, cache.lengths)
         or cache.problem(k, v, plan.seq_len)
     )
     kind, how = partial(Prefill, q, k, v, plan, cache, spec, move, keys), f"move={move}, keys={whole(keys)}"
@@ -192,7 +190,7 @@ def bind_decode(
         return call
     refuse_types(q, k, v, spec, sinks, cache.plan)
     problem = (
-        of_unknown("decode", unknown, "spec", "tree")
+        of_unknown("decode", unknown)
         or check.of_tensors(q, k, v)
         or of_parents(parents, k.shape[1])
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)

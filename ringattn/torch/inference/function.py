@@ -35,15 +35,15 @@ from ringattn.torch.inference.chunk import Chunk, guests_of, in_any_order, own_r
 
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, *, spec: AttentionSpec | None = None,
-    sinks: Tensor | None = None, start: int | Sequence[int] | None = None, move: str = "auto", keys: int | None = None,
+    sinks: Tensor | None = None, move: str = "auto", keys: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`ringattn.prefill` in torch: out [B, T_local, H, V]; not differentiable, since a cache keeps no graph."""
     spec = CAUSAL if spec is None else spec
     q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
-    call = bind_prefill(q, k, v, plan, cache, spec, sinks, start, move, keys)
+    call = bind_prefill(q, k, v, plan, cache, spec, sinks, move, keys)
     q, k, v = q.detach(), k.detach(), v.detach()
     chunk = Chunk(spec, plan.seq_len, tuple(cache.lengths.tolist()), cache.holders())
-    way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
+    way = cache.way(plan, q.shape[2]) if move == "auto" else move
     new = everyone(torch.cat([k, v], -1), plan)
     with cache.unless_it_fails():
         if way == "keys" and cache.ranks > 1:

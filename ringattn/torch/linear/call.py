@@ -182,7 +182,7 @@ def problem(x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel
     others = x._asdict()
     q, k, v = (others.pop(name) for name in "qkv")
     wrong = (
-        of_linear(q, k, v, x.log_decay, x.beta, plan, docs)
+        of_linear(q, k, v, x.log_decay, x.beta, plan, docs, plan.local_len)
         or of_tensors(q, k, v, linear=True)
         or of_tangents(**others)
         or of_dense(**others)
