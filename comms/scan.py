@@ -1,7 +1,7 @@
-"""A scan from rank to rank, and broadcast and sum by trees.
+"""A scan from rank to rank.
 
-All three use only `rotate`, so they work on every axis whose ranks run programs of their own. The single program of a
-JAX mesh uses `ringattn.comms.jax.relay` instead.
+It uses only `rotate`, so it works on every axis whose ranks run programs of their own. The single program of a JAX mesh
+uses `ringattn.comms.jax.relay` instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,27 +46,3 @@ class Relay:
             hop = self.move(x if self.last else step(x), send=not self.last, recv=i + 1 < len(self.steps))
         hop.wait()
         return before
-
-
-def broadcast(axis: Axis, x: Any, source: int) -> Any:
-    """The tensor of rank `source` on every rank, in log2(size) steps; the other ranks pass one of its shape."""
-    turn, reach = (axis.rank - source) % axis.size, 1
-    while reach < axis.size:
-        sends, receives = turn < reach and turn + reach < axis.size, reach <= turn < 2 * reach
-        arrived = axis.rotate((x,), reach, send=sends, recv=receives).wait()
-        x = arrived[0] if arrived else x
-        reach *= 2
-    return x
-
-
-def add_up(axis: Axis, x: Any, target: int) -> Any:
-    """The sum of all ranks' tensors on rank `target`, in log2(size) steps; undefined on the other ranks."""
-    turn, reach = (axis.rank - target) % axis.size, 1
-    while 2 * reach < axis.size:
-        reach *= 2
-    while reach and axis.size > 1:
-        sends, receives = reach <= turn < 2 * reach, turn < reach and turn + reach < axis.size
-        arrived = axis.rotate((x,), -reach, send=sends, recv=receives).wait()
-        x = x + arrived[0] if arrived else x
-        reach //= 2
-    return x

@@ -20,8 +20,7 @@ class KVCache:
     """The keys and values of all earlier tokens, spread over ranks or devices.
 
     `allocate` makes a cache of the plan's framework. In torch calls change it; in JAX it is a value, and calls return a
-    new one. Both also have append, truncate, fork and room; in torch state_dict and load_state_dict, while in JAX a
-    cache is a pytree.
+    new one. Both also have append, truncate, fork and room.
     """
 
     plan: Any

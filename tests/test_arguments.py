@@ -104,16 +104,13 @@ def linear_documents(x, plan):
 
 def serving(x, plan):
     with torch.no_grad():
-        cache, other = x.cache(), x.cache()
+        cache = x.cache()
         out = [ra.prefill(x(H, D), x(G, D), x(G, D), plan, cache, sinks=x.state(H))]
         k, v = x.whole(x.B, 2, G, D), x.whole(x.B, 2, G, D)
         cache.append(k.detach(), v.detach())
-        state = cache.state_dict()
-        state["k"], state["v"] = (x.keep(x.strides(state[name])) for name in "kv")
-        other.load_state_dict(state)
         for n in (1, 2):
             new = [x.whole(x.B, n, heads, D) for heads in (H, G, G)]
-            out += [ra.decode(*new, held, sinks=x.state(H)) for held in (cache, other)]
+            out.append(ra.decode(*new, cache, sinks=x.state(H)))
     return out
 
 

@@ -21,7 +21,6 @@ from ringattn.layouts.layout import Layout
 from ringattn.masks.bands import Work, families, joined
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.ranks import Ranks
-from ringattn.torch.handles import of_text
 from tests.cases import FULL
 
 
@@ -133,7 +132,6 @@ def test_unshard_inverts_shard_and_roll_rolls(layout, shift):
 
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=1, layout="balanced", spec=layout.spec).for_docs(layout.docs)
-        assert plan == of_text(plan.text)
         mine, real = plan.shard(x), plan.real_tokens()
         assert torch.equal(mine[:, real], x[:, plan.positions()[real]])
         return plan.unshard(mine), plan.unshard(plan.roll(mine, shift, docs=layout.docs))

@@ -1,6 +1,5 @@
 """Prefill in chunks and decode over ranks equal attention over everything at once, at every position."""
 
-import copy
 from contextlib import nullcontext
 from functools import partial
 
@@ -191,22 +190,6 @@ def test_keys_are_free_again_once_the_forks_that_share_them_are_gone():
     assert cache.lengths.tolist() == [6, 6]
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_a_state_stays_as_it_was_saved(window):
-    _, k, v = draw(T=40)
-    spec = {"max_len": 40, "kv_heads": 2, "head_dim": 8, "dtype": k.dtype, "window": window, "room": 5, "block": 2}
-    cache = KVCache.allocate(ra.plan(seq_len=5), batch=2, **spec)
-    for at in range(0, 15, 5):
-        cache.append(k[:, at : at + 5], v[:, at : at + 5])
-    kept, origin, state = (cache.k.clone(), cache.v.clone()), cache.stripes.origin, cache.state_dict()
-    cache.truncate(12)
-    for at in range(15, 40, 5):  # other tokens; with a window, over memory that moves
-        cache.append(k[:, at : at + 5], v[:, at : at + 5])
-    cache.load_state_dict(state)
-    assert torch.equal(cache.k, kept[0]) and torch.equal(cache.v, kept[1])
-    assert cache.lengths.tolist() == [15, 15] and cache.stripes.origin == origin
-
-
 @pytest.mark.parametrize("sizes", [{"ring": 8}, {"ring": 2, "ulysses": 2}], ids=str)
 @pytest.mark.parametrize("move", ["queries", "keys"])
 def test_scores_of_ten_thousand_lose_no_digits(sizes, move):
@@ -228,8 +211,8 @@ def test_a_cache_serves_in_inference_mode_and_outside_of_it_in_any_order():
         with first():
             cache = KVCache.allocate(plan, batch=2, max_len=40, kv_heads=2, head_dim=8, dtype=q.dtype, block=4)
             outs.append(prefill(*(x[:, :8] for x in (q, k, v)), plan, cache))
-            fork, same = cache.fork(), copy.deepcopy(cache)
-        for each in (cache, fork, same):
+            fork = cache.fork()
+        for each in (fork, cache):
             with then():
                 outs.append(prefill(*(x[:, 8:16] for x in (q, k, v)), plan, each))
                 outs.append(decode(*(x[:, 16:20] for x in (q, k, v)), each))

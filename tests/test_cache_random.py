@@ -1,6 +1,5 @@
 """Whatever is done to caches, in any order: what attends to them is attention over the tokens that they were given."""
 
-import copy
 import random
 
 import numpy as np
@@ -46,16 +45,13 @@ def story(mesh, seed):
         at, do = choose.randrange(len(caches)), choose.choice(["prefill", "decode", "decode", "append", "back", "more"])
         cache, rows = caches[at]
         n, low = choose.randint(1, 6), lowest(cache).tolist()
-        if do == "more" and len(caches) < 5:
-            do = choose.choice(["copy", "load"] if window else ["fork", "copy", "load"])
-            if do == "fork":
-                copies = choose.randint(1, 2)
-                caches.append((cache.fork(copies), [row for row in rows for _ in range(copies)]))
-            elif do == "copy":
-                caches.append((copy.deepcopy(cache), rows))
-            elif cache.prefix is None:
-                caches.append((allocate(len(rows)), rows))
-                caches[-1][0].load_state_dict(cache.state_dict())
+        if do == "more" and len(caches) < 5 and not window:
+            copies = choose.randint(1, 2)
+            caches.append((cache.fork(copies), [row for row in rows for _ in range(copies)]))
+        elif do == "more" and cache.prefix is None and not cache.shared.any():
+            order = [choose.randrange(len(rows)) for _ in rows]
+            cache.select(torch.tensor(order))
+            rows = [rows[i] for i in order]
         elif do == "back":
             lengths = [choose.randint(a, b) for a, b in zip(low, cache.lengths.tolist(), strict=True)]
             cache.truncate(lengths)

@@ -232,7 +232,7 @@ CALL = {n: x.float() if x is not None else x for n, x in inputs(9, "channel").it
     ("change", "says"),
     [
         ({"log_decay": lambda g: -g}, r"log_decay\[0, 0, 0, 0\] = .*: a log decay is at most 0"),
-        ({"log_decay": lambda g: g[..., :3]}, r"expected \(2, 9, 2, 8\).*or \(2, 9, 2\), one for every head"),
+        ({"log_decay": lambda g: g[..., :3]}, r"expected \(2, 9, 2, 8\).*or \(2, 9, 2\), by head"),
         ({"k": lambda k: k[:, :, :1], "v": lambda v: v[:, :, :1]}, "q has 2 heads, k 1; .*as many query heads as key"),
         ({"beta": lambda _: torch.full((2, 9, 2), 2.1)}, r"beta\[0, 0, 0\] = 2.1: beta is in \[0, 2\]"),
         ({"k": lambda k: k[..., :4]}, "head dims differ: q 8, k 4"),

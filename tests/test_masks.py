@@ -21,7 +21,7 @@ from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import seen_pairs
 from ringattn.plans.mask import Mask, reads_of
 from ringattn.plans.plan import Plan
-from ringattn.torch.handles import docs_of, of_text, starts_of
+from ringattn.torch.handles import docs_of, starts_of
 from tests.cases import FEATURES
 
 KINDS = "full", "causal", "inverse", "both"
@@ -149,7 +149,7 @@ def test_families_are_hardly_more_than_the_intervals_of_a_query():
 
 @pytest.mark.parametrize("case", NEW, ids=lambda case: case.name)
 def test_masks_are_values_that_travel_whole(case):
-    """Pickled, as a tensor for an op, and in a plan's text; and the balanced layout deals their work out."""
+    """Pickled, and as a tensor for an op."""
     docs = case.mask or case.docs
     if docs is not None:
         again = docs_of(starts_of(docs), docs.length)
@@ -159,11 +159,6 @@ def test_masks_are_values_that_travel_whole(case):
             and repr(again) == repr(docs)
         )
         assert docs != Docs(docs.starts, docs.length) or docs.plain
-    if docs is not None and docs.first is None:
-        return
-    work = case.spec.replace(softcap=None, scale=None)
-    plan = ra.plan(seq_len=case.seq_len, layout="balanced", docs=case.docs, mask=case.mask, spec=work)
-    assert of_text(plan.text) == plan and hash(of_text(plan.text)) == hash(plan)
 
 
 @pytest.mark.parametrize("docs", [Docs.tree([3000] + [400] * 10, [-1] + [0] * 10), Docs.from_lengths([7000])], ids=str)

@@ -237,11 +237,3 @@ def test_the_convolution_sends_the_tokens_at_borders_and_no_others(ring, ulysses
         counts = run(lambda mesh, n=length: one_rank(mesh, n), ring=ring, ulysses=ulysses)
         for total in map(sum, zip(*counts, strict=True)):
             assert total == expected
-
-
-def test_tokens_before_the_sequence_get_no_gradient():
-    x, weight, first = torch.randn(1, 8, 3), torch.randn(3, 4), torch.randn(1, 3, 3, requires_grad=True)
-    with pytest.raises(ValueError, match=r"pass first.detach\(\)"):
-        causal_convolution(x, weight, first=first)
-    with torch.no_grad():
-        causal_convolution(x, weight, first=first)

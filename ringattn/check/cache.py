@@ -34,26 +34,6 @@ def of_fork(copies: Any, max_len: Any, lengths: np.ndarray | None) -> str | None
     return problem
 
 
-def of_saved(state: Any, *names: str) -> str | None:
-    missing = [name for name in names if not isinstance(state, dict) or name not in state]
-    return f"the state has no {', '.join(missing)}; pass what state_dict() of such a cache gave" if missing else None
-
-
-def of_loaded(state: dict[str, Any], cache: Any, lengths: np.ndarray) -> str | None:
-    """A saved state comes from a cache with this one's shapes and window, and its rows fit."""
-    theirs, mine = (
-        f"window={window}, k {tuple(k.shape)} and v {tuple(v.shape)} of {k.dtype} and {v.dtype}"
-        for window, k, v in ((state["window"], state["k"], state["v"]), (cache.window, cache.k, cache.v))
-    )
-    if theirs != mine:
-        return f"the state is of a cache with {theirs}, this one's is {mine}; allocate it so"
-    if lengths.shape != tuple(cache.lengths.shape) or lengths.dtype.kind != "i" or lengths.min() < 0:
-        return f"the state's lengths are {lengths.tolist()}; expected a whole number of at least 0 for each row"
-    if lengths.max() > cache.max_len:
-        return f"the state's rows hold up to {lengths.max()} tokens, this cache max_len={cache.max_len}; allocate more"
-    return None
-
-
 def of_truncated(given: Any, rows: int) -> str | None:
     if each(given, rows) is not None:
         return None

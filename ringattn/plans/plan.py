@@ -230,6 +230,11 @@ class Plan(Value):
         return self._here.ulysses
 
     @property
+    def place(self) -> tuple[int, int]:
+        """This process's rank on the ring and on the Ulysses axis."""
+        return self.ring_axis.rank, self.ulysses_axis.rank
+
+    @property
     def _here(self) -> Ranks:
         if not self.axes.here:
             raise ValueError(
@@ -326,7 +331,7 @@ class Plan(Value):
         """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if necessary.
 
         The result is always a copy. In torch, the calls that follow compare checksums of integers (token ids, labels)
-        between ranks, at first and then now and then, and raise an error if a sampler gives the ranks different
+        between ranks, over NCCL in the first step alone, and raise an error if a sampler gives the ranks different
         sequences. `compare=False` disables that.
         """
         return self._sharding.shard(x, self, dim, compare)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import cache, cached_property
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 from ringattn.comms.axis import Solo
 
@@ -26,9 +25,8 @@ class Ranks:
         self.agreed: dict[Any, set[Any]] = {}  # by plan: the kinds of calls that all ranks agreed on
         self.alike = True  # whether all ranks select the same kernels, as of their last comparison of calls
         self.kept: dict[str, Any] = {}  # caches of the framework's side
-        self.plans: dict[str | int, Any] = {}  # the plans of compiled graphs, by their text or their handle
-        self.number = next(NUMBERS)
-        LIVE[self.number] = self
+        self.plans: dict[int, Any] = {}  # the plans of documents that compiled graphs use, by their handle
+        self.number = next(NUMBERS)  # by which compiled graphs tell them apart
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:
@@ -50,8 +48,6 @@ class Ranks:
         return (one_rank, (self.device,)) if self.here else (Ranks, (None, None, self.framework, self.device, False))
 
 
-# A compiled graph holds numbers and strings, but no objects: it finds its ranks by their number.
-LIVE: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
 NUMBERS = count()
 NOT_HERE = Ranks(None, None, here=False)
 

@@ -4,13 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ringattn.check.attention import of_docs, of_lengths, of_plan, of_shapes, of_sinks
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.plan import Plan
-
-TANGENT = "carries a tangent of forward-mode differentiation; only reverse mode is supported"
 
 
 def problem(
@@ -38,8 +35,6 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor, linear: bool = False) -> str | N
     for name, x in named.items():
         if not x.is_floating_point() or x.element_size() < 2:
             return f"{name} is {x.dtype}; attention takes float16, bfloat16, float32 or float64"
-    if problem := of_tangents(**named):
-        return problem
     if len({x.dtype for x in named.values()}) > 1:
         return ", ".join(f"{n} is {x.dtype}" for n, x in named.items()) + "; give all three the same dtype"
     if len({x.device for x in named.values()}) > 1:
@@ -47,12 +42,6 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor, linear: bool = False) -> str | N
     if q.is_meta:
         return "q, k and v are on meta, which has no numbers; pass tensors on a device"
     return of_dense(**named) or of_shapes(q, k, v, linear)
-
-
-def of_meta(**tensors: Tensor) -> str | None:
-    """All tensors have numbers."""
-    problems = (f"{name} is on meta, which has no numbers; pass a tensor on a device" for name in tensors)
-    return next((text for text, x in zip(problems, tensors.values(), strict=True) if x.is_meta), None)
 
 
 def of_dense(**tensors: Tensor | None) -> str | None:
@@ -63,25 +52,10 @@ def of_dense(**tensors: Tensor | None) -> str | None:
     return None
 
 
-def have_tangents(*tensors: Tensor | None) -> bool:
-    """Whether a tensor is differentiated in forward mode, for which a custom op would return zeros."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
-    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-
-
-def of_tangents(**tensors: Tensor | None) -> str | None:
-    """No tensor is differentiated in forward mode."""
-    for name, x in tensors.items():
-        if have_tangents(x):
-            return f"{name} {TANGENT}"
-    return None
-
-
 def of_sinks_for(q: Tensor, sinks: Tensor | None) -> str | None:
     if sinks is None:
         return None
     problem = of_dense(sinks=sinks) or of_sinks(sinks, q.shape[2], sinks.is_floating_point())
     if problem is None and sinks.device != q.device:
         problem = f"sinks is on {sinks.device}, q on {q.device}; put both on one device"
-    return problem or of_tangents(sinks=sinks)
+    return problem

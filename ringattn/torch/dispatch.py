@@ -14,20 +14,22 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringattn.torch.check import TANGENT
-
 LIBRARY = torch.library.Library("ringattn", "FRAGMENT")
 
 NOTHING_TO_DISABLE = nullcontext()
+TYPES = Tensor, torch.nn.Parameter  # of tensors that run outside of ops
 
 Run = Callable[..., Any]
 
 
-def op(name: str) -> Callable[[Run], Run]:
-    """The function as the op ringattn::name. It must not write to its inputs, nor return one of them."""
+def op(name: str, schema: str | None = None) -> Callable[[Run], Run]:
+    """The function as the op ringattn::name. It must not write to its inputs, nor return one of them.
+
+    The schema follows from its annotations, unless it is given.
+    """
 
     def define(run: Run) -> Run:
-        LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=()))
+        LIBRARY.define(name + (schema or torch.library.infer_schema(run, mutates_args=())))
         LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         for vmap in ("FuncTorchBatched", "Batched"):
             LIBRARY.impl(name, refuse_transforms, vmap)
@@ -38,19 +40,40 @@ def op(name: str) -> Callable[[Run], Run]:
 
 def refuse_transforms(*_: Any) -> NoReturn:
     raise NotImplementedError(
-        "vmap (also is_grads_batched and vectorize=True) and the gradients of torch.func are not supported: pass a "
-        "batch, and differentiate with torch.autograd"
+        "vmap (also is_grads_batched and vectorize=True), forward mode and the gradients of torch.func are not "
+        "supported: pass a batch, and differentiate with torch.autograd"
     )
 
 
 def fake(name: str) -> Callable[[Run], Run]:
     """The function gives the shapes and dtypes that an op returns, without computing it."""
+    return torch.library.register_fake(f"ringattn::{name}", lib=LIBRARY)
 
-    def register(shapes: Run) -> Run:
-        torch.library.register_fake(f"ringattn::{name}", shapes, lib=LIBRARY)
-        return shapes
 
-    return register
+def gradients_like(tensors: Sequence[Tensor | None], empty: Tensor) -> tuple[Tensor, ...]:
+    """What the op of a backward pass returns: a gradient of each tensor, an empty one like `empty` if there is none."""
+    contiguous = torch.contiguous_format
+    return tuple([empty.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in tensors])
+
+
+def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """Under torch.autocast, the inputs cast to its dtype, as for torch's own attention, or to `dtype`."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = dtype or torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x for x in tensors)
+
+
+def traced(*tensors: Any) -> bool:
+    """Whether a call must be an op: a mode traces ops or transforms them, or the tensors are of a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or any([type(x) not in TYPES and isinstance(x, Tensor) for x in tensors])
+    )
 
 
 def no_autocast(device: torch.device) -> Any:
@@ -58,7 +81,7 @@ def no_autocast(device: torch.device) -> Any:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING_TO_DISABLE
 
 
-class Once:
+class Unpacked:
     """An autograd function's context that unpacks its saved tensors once, as activation checkpointing demands."""
 
     def __init__(self, ctx: Any):
@@ -93,28 +116,18 @@ class NoSecondDerivative(torch.autograd.Function):
         )
 
 
-def check_tangents(names: Sequence[str], tensors: Sequence[Any]) -> None:
-    """No tensor is differentiated in forward mode, even by a compiled graph that runs outside of Python."""
-    for name, x in zip(names, tensors, strict=False):
-        if isinstance(x, Tensor) and torch._VF._unpack_dual(x, level=0).tangent is not None:
-            raise ValueError(f"{name} {TANGENT}")
-
-
-def once(backward: Run, where: str) -> Any:
+def first_order(backward: Run, where: str) -> Any:
     """An autograd function's backward, whose gradients cannot be differentiated again."""
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        if any(x is not None and is_batched(x) for x in grads):
+        if forward_ad._current_level >= 0 or any(x is not None and is_batched(x) for x in grads):
             refuse_transforms()
-        if forward_ad._current_level >= 0:
-            check_tangents(["the gradient of an output"] * len(grads), grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        saved, edge = Once(ctx), torch.zeros((), requires_grad=True)
+        saved, edge = Unpacked(ctx), torch.zeros((), requires_grad=True)
         with torch.no_grad():
             firsts = backward(saved, *grads)
-        named = where, edge, len(firsts)
-        return tuple(NoSecondDerivative.apply(*named, *firsts, *grads, *saved.saved_tensors)[: len(firsts)])
+        return NoSecondDerivative.apply(where, edge, len(firsts), *firsts, *grads, *saved.saved_tensors)
 
     return staticmethod(run)
 
@@ -125,10 +138,9 @@ def is_batched(x: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
-def differentiate(name: str, save: Callable[[Any, Any, Any], None], gradients: Run, shown: int | None = None) -> None:
-    """Register an op's gradients. Only its first `shown` outputs have gradients; `save` may keep the others."""
+def differentiate(name: str, save: Callable[[Any, Any, Any], None], gradients: Run, count: int | None = None) -> None:
+    """Register an op's gradients. Only its first `count` outputs have gradients; `save` may keep the others."""
     run = getattr(torch.ops.ringattn, name).default
-    names = [argument.name for argument in run._schema.arguments]
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -138,23 +150,20 @@ def differentiate(name: str, save: Callable[[Any, Any, Any], None], gradients: R
                 results = run(*inputs)
             results = tuple([no_view(x) for x in results]) if isinstance(results, tuple) else no_view(results)
             save(ctx, inputs, results)
-            if shown is None:
+            if count is None:
                 return results
-            kept += results[shown:]
-            return results[:shown]
+            kept += results[count:]
+            return results[:count]
 
-        backward = once(lambda ctx, *grads: (*gradients(ctx, *grads), None), f"ringattn.{name}")
+        backward = first_order(lambda ctx, *grads: (*gradients(ctx, *grads), None), f"ringattn.{name}")
 
     def dispatch(*inputs: Any) -> Any:
-        transforms = torch._C._are_functorch_transforms_active()
-        if transforms or forward_ad._current_level >= 0:
-            check_tangents(names, inputs)
+        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+            refuse_transforms()
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            if transforms:
-                refuse_transforms()
             kept: list[Any] = []
             results = Function.apply(*inputs, kept)
-            return results if shown is None else (*results, *kept)
+            return results if count is None else (*results, *kept)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*inputs)
 

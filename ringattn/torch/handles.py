@@ -6,10 +6,8 @@ A call without a plan is for one device, and its lengths are those of the tensor
 traced: then no plan is made until the op runs.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
-from json import dumps, loads
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,55 +15,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.masks.spec import Docs
 from ringattn.masks.values import fields
-from ringattn.plans import machine
 from ringattn.plans.plan import Plan
-from ringattn.plans.ranks import LIVE, one_rank
+from ringattn.plans.ranks import one_rank
 from ringattn.plans.transport import Transport
 
-HELD: dict[str, Plan] = {}  # the plans that compiled graphs use, by their text
+PLANS: "WeakValueDictionary[str, Plan]" = WeakValueDictionary()  # by their text
 LAID_OUT: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()  # the plans of documents, by their handle
+COMPILED: dict[str, Plan] = {}  # those that compiled graphs use
 HANDLES = count()
-NAMED = tuple(name for name in fields(Plan) if name not in ("transport", "machine", "axes", "report", "docs"))
-
-TELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-
-
-def constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile calls the function while it traces, and holds the result as a constant.
-
-    torch.compiler.assume_constant_result does the same, but imports torch's compiler, which takes a second.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def name(plan: Any) -> None:
     """Give a new plan its names in compiled graphs.
 
-    text      all of it, of which `of_text` makes it again
-    choices   the text of what plans for other documents share
+    text      of all of it, by which `of_text` finds it, or its equal
+    others    a plan of the choices that it shares with plans for other documents
     handle    a number, if it lays out documents
     """
     names = vars(plan)
-    if plan.docs is None:
-        names |= {"text": described(plan, plan.seq_len), "handle": None}
-        names["choices"] = plan.text
-        return
-    docs = dumps((plan.docs.encoded.tolist(), plan.docs.length))
-    handle = next(HANDLES)
-    names |= {"text": described(plan, plan.seq_len) + docs, "choices": described(plan, 1), "handle": np.array([handle])}
-    LAID_OUT[handle] = plan
+    text, names["handle"] = described(plan), None
+    if plan.docs is not None:
+        handle, choices = next(HANDLES), described(plan, seq_len=1, key_len=None)
+        LAID_OUT[handle] = plan
+        names["handle"] = np.array([handle])
+        names["others"] = PLANS.get(choices) or plan.replace(seq_len=1, key_len=None, docs=None)
+        text += plan.docs.encoded.tobytes().hex()
+    names["text"] = text
+    equal = PLANS.setdefault(text, plan)
+    if equal is not plan:
+        names["equal"] = equal  # which so lives as long as this one
 
 
-def described(plan: Plan, seq_len: int) -> str:
-    """The lines of all but the documents."""
-    values = {name: getattr(plan, name) for name in NAMED} | {"seq_len": seq_len}
-    if plan.work is not None:
-        values["work"] = plan.work.causal, plan.work.window, plan.work.chunk, plan.work.first
-    choices = dumps([list(values.values()), list(vars(plan.transport).values())])
-    return f"{plan.axes.number}\n{choices}\n{plan.machine.text}\n"
+def described(plan: Plan, **changes: Any) -> str:
+    """All but the documents, in words."""
+    values = {name: getattr(plan, name) for name in fields(plan) if name not in ("machine", "axes", "report", "docs")}
+    return f"{plan.axes.number}\n{values | changes}\n{plan.machine.text}\n"
 
 
 @lru_cache(maxsize=256)
@@ -102,29 +88,14 @@ def text_of(plan: Any) -> str:
     """The plan's text, for an op; "" for one device, whose plan follows from the tensors' lengths."""
     if not torch.compiler.is_compiling():
         return str(plan.text)
-    if exporting() and not isinstance(plan, Alone):
-        raise ValueError(
-            "torch.export with a plan is not supported: the exported program would hold ranks of this process; export "
-            "the module without a plan, for one device"
-        )
-    return "" if isinstance(plan, Alone) else str(held(plan.text))
+    return "" if isinstance(plan, Alone) else str(compiled(plan.text))
 
 
 def text_and_handle(plan: Any) -> tuple[str, Tensor | None]:
     """The plan for an op whose graph serves all batches: of a plan for documents, the text of what they share."""
     if plan.docs is None or not torch.compiler.is_compiling():
         return text_of(plan), None
-    return held(plan.choices), torch.from_numpy(plan.handle.copy())
-
-
-def exporting() -> bool:
-    """Whether torch.export traces. In torch 2.11 is_exporting is True under torch.compile too, so use its flag."""
-    return torch.compiler.is_exporting() if TELLS else torch.compiler._is_exporting_flag
-
-
-def plain(n: int) -> int:
-    """The number as a plain int; of a symbolic one, its value: ranges need values."""
-    return range(n).stop
+    return str(compiled(plan.others.text)), torch.from_numpy(plan.handle.copy())
 
 
 def plan_of(text: str, seq_len: int, key_len: int, handle: Tensor | None = None) -> Plan:
@@ -140,35 +111,21 @@ def spread(text: str) -> Any:
 
 
 def of_text(text: str) -> Plan:
-    """The plan with this text, while its axes live."""
-    number, _, rest = text.partition("\n")
-    axes = LIVE.get(int(number))
-    if axes is None:
-        raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")
-    if text not in axes.plans:
-        choices, described, docs = rest.split("\n")
-        values, transport = loads(choices)
-        given = dict(zip(NAMED, values, strict=True))
-        if docs:
-            numbers, length = loads(docs)
-            given["docs"] = decoded(np.array(numbers, np.int64), length)
-        if given["work"] is not None:
-            causal, window, *more = given["work"]
-            given["work"] = AttentionSpec(causal, tuple(window) if isinstance(window, list) else window, *more)
-        how = Transport(*transport)
-        keep(axes.plans, text, Plan(**given, transport=how, machine=machine.of_text(described), axes=axes))
-    plan: Plan = axes.plans[text]
+    """The plan with this text."""
+    plan = PLANS.get(text)
+    if plan is None:
+        raise RuntimeError("the plan that this compiled graph was made for is gone: compile again with a new plan")
     return plan
 
 
 def of_handle(text: str, handle: int) -> Plan:
-    """The plan with these `choices` and this handle, which a graph takes as a number, so that it serves every batch.
+    """The plan with this handle, which a graph takes as a number, so that it serves every batch; `text`: as `others`.
 
     It exchanges all heads at once: in how many groups would follow from its length, and a graph's backward depends on
-    that number.
+    that number. As many are kept as batches can be on their way to backward.
     """
-    axes = of_text(text).axes
-    if handle not in axes.plans:
+    plans = of_text(text).axes.plans
+    if handle not in plans:
         plan = LAID_OUT.get(handle)
         if plan is None:
             raise RuntimeError("the plan of this batch is gone: hold it until backward is done")
@@ -176,23 +133,21 @@ def of_handle(text: str, handle: int) -> Plan:
             made = plan.replace(transport=plan.transport.replace(groups=1))
             vars(made)["tokens"] = plan.tokens  # not dealt out again
             plan = made
-        keep(axes.plans, handle, plan)
-    live: Plan = axes.plans[handle]
+        if len(plans) == 256:
+            del plans[next(iter(plans))]
+        plans[handle] = plan
+    live: Plan = plans[handle]
     return live
 
 
-def keep(plans: dict[Any, Plan], key: str | int, plan: Plan) -> None:
-    """As many as batches can be on their way to backward; each may lay out other documents."""
-    if len(plans) == 256:
-        del plans[next(iter(plans))]
-    plans[key] = plan
-
-
-@constant
-def held(text: str) -> str:
+def compiled(text: str) -> str:
     """A text that a compiled graph holds as a constant; keeps its plan alive until the process ends."""
-    HELD[text] = of_text(text)
+    COMPILED[text] = of_text(text)
     return text
+
+
+# torch.compile calls it while it traces, as by torch.compiler.assume_constant_result, whose import takes a second.
+compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def starts_of(docs: Docs | None) -> Tensor | None:

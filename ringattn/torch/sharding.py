@@ -1,6 +1,9 @@
-"""A rank's part of a sequence: cutting it out, putting the whole together again, and which of it is padding."""
+"""A rank's part of a sequence: cutting it out, putting the whole together again, and which of it is padding.
 
-from collections.abc import Callable
+A slot is a place for one token: rank by rank, Ulysses ranks inside of ring ranks, `plan.local_len` slots each.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,26 +14,26 @@ from torch.nn import functional as F
 
 from ringattn.check.arguments import of_arguments
 from ringattn.check.attention import of_packed
-from ringattn.layouts.layout import Layout, positions_of
+from ringattn.comms.axis import Axis, Pending, Then
+from ringattn.layouts.layout import positions_of
 from ringattn.masks.spec import Docs, raise_if, whole
 from ringattn.plans.mask import Mask
 from ringattn.plans.plan import Plan
-from ringattn.torch import same_data
-from ringattn.torch.agree import agree, describe
+from ringattn.torch.agree import agree, describe, note, refuse
 from ringattn.torch.check import of_types
-from ringattn.torch.exchange import Exchange, Exchanged, Place
 
 
 def cached(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache the function's tensors by its arguments; under a FakeTensorMode make new ones, which hold no numbers.
+    """Cache the function's tensors by its arguments, of which the first is a plan: by this rank's place in it too.
 
-    They are made outside of inference mode, even if it is on: a later call may keep them for its backward pass.
+    Under a FakeTensorMode make new ones, which hold no numbers. Others are made outside of inference mode, even if it
+    is on: a later call may keep them for its backward pass.
     """
-    cached = lru_cache(maxsize=64)(torch.inference_mode(False)(function))
+    made = lru_cache(maxsize=64)(torch.inference_mode(False)(lambda place, *args: function(*args)))
 
-    def call(*args: Any) -> Any:
+    def call(plan: Plan, *args: Any) -> Any:
         fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        return (cached if fakes is None else function)(*args)
+        return made(plan.place, plan, *args) if fakes is None else function(plan, *args)
 
     return call
 
@@ -52,7 +55,7 @@ def real_positions(plan: Plan) -> Tensor:
 
 def own_positions(plan: Plan) -> np.ndarray:
     """The positions of this rank's tokens; those from `seq_len` on are padding."""
-    return local_positions(plan, plan.ring_axis.rank, plan.ulysses_axis.rank)
+    return local_positions(plan, *plan.place)
 
 
 @lru_cache(maxsize=64)
@@ -64,84 +67,160 @@ def shard(x: Tensor, plan: Plan, dim: int = 1, compare: bool = True) -> Tensor:
     """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be. Always a copy."""
     check_whole(x, plan, dim)
     if compare:
-        same_data.note(x, plan)
+        note(x, plan)
     if plan.tokens.many:
         at = own_positions(plan)
         mine = x.index_select(dim, torch.from_numpy(at[at < plan.seq_len]).to(x.device))
     else:
-        own = plan.tokens.held(plan.ring_axis.rank, plan.ulysses_axis.rank)
         before: list[Any] = [slice(None)] * (dim % x.dim())
-        mine = torch.cat([x[*before, r.start : r.stop : r.step] for r in own], dim).contiguous()  # cut at the end of x
+        parts = [x[*before, r.start : r.stop : r.step] for r in plan.tokens.held(*plan.place)]
+        mine = torch.cat(parts, dim).contiguous()  # cut at the end of x
     padding = plan.local_len - mine.shape[dim]
     return F.pad(mine, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, padding]) if padding else mine
 
 
 class Gathered(torch.autograd.Function):
-    """What all ranks hold, joined along a dim in the order of ranks; its gradient is the sum of those of all ranks."""
+    """What all ranks hold, joined along a dim in the order of ranks, or `back`: this rank's part of the sum over all
+    ranks. Each is the gradient of the other.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, dim: int) -> Tensor:
-        ctx.plan, ctx.dim = plan, dim
-        return plan.ring_axis.all_gather(plan.ulysses_axis.all_gather(x, dim).wait(), dim).wait()
+    def forward(ctx: Any, x: Tensor, plan: Plan, dim: int, back: bool = False) -> Tensor:
+        ctx.how = plan, dim, not back
+        for axis in (plan.ring_axis, plan.ulysses_axis) if back else (plan.ulysses_axis, plan.ring_axis):
+            x = (axis.reduce_scatter if back else axis.all_gather)(x, dim).wait()
+        return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Scattered.apply(grad, ctx.plan, ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return Gathered.apply(grad, *ctx.how), None, None, None
 
 
-class Scattered(torch.autograd.Function):
-    """This rank's part of the sum over all ranks: the transpose of `Gathered`, which is also its gradient."""
+class Exchange:
+    """Slot i gets the token of slot `source[i]`, or zeros if that is -1. A token may go to several slots.
+
+    Each rank has `tokens`; `source` names equally many slots a rank. Only tokens that change ranks travel: along the
+    Ulysses axis to the column of their destination, then along the ring. They are sent in the order of their
+    destination slots, so no indices are sent with them. It refers to no process groups, so it may be cached for equal
+    plans with other groups.
+    """
+
+    def __init__(self, plan: Plan, tokens: int, source: np.ndarray, device: torch.device):
+        ring, ulysses, (r, u), self.tokens, self.device = plan.ring, plan.ulysses, plan.place, tokens, device
+        self.slots = len(source) // (ring * ulysses)
+        to = np.flatnonzero(source >= 0)
+        from_r, from_u, token = np.unravel_index(source[to], (ring, ulysses, tokens))
+        to_r, to_u, slot = np.unravel_index(to, (ring, ulysses, self.slots))
+        mine, column = (from_r == r) & (from_u == u), (from_r == r) & (to_u == u)
+        give = [token[mine & (to_u == other)] for other in range(ulysses)]
+        self.give, self.given = self.tensor(np.concatenate(give)), [len(x) for x in give]
+        met = [to[column & (from_u == other)] for other in range(ulysses)]
+        sort = np.argsort(np.concatenate(met))
+        self.met, self.sort, self.unsort = [len(x) for x in met], self.tensor(sort), self.tensor(np.argsort(sort))
+        self.leave = np.bincount(to_r[column], minlength=ring).tolist()
+        arriving = (to_r == r) & (to_u == u)
+        self.arrive = np.bincount(from_r[arriving], minlength=ring).tolist()
+        self.put = self.tensor(np.concatenate([slot[arriving & (from_r == other)] for other in range(ring)]))
+
+    def tensor(self, x: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(self.device)
+
+    def carry(self, x: Tensor, plan: Plan, dim: int) -> Tensor:
+        """The tokens of this rank's slots, from every rank's `x`, whose tokens lie along `dim`."""
+        tokens: Tensor = self.start(x.movedim(dim, 0), plan).wait()
+        return tokens.movedim(0, dim)
+
+    def start(self, x: Tensor, plan: Plan, what: str = "tokens") -> Pending:
+        """`carry` in flight, along dim 0."""
+        column = sent(plan.ulysses_axis, x.index_select(0, self.give).split(self.given), self.met, what).wait()
+        leaving = column.index_select(0, self.sort) if plan.ulysses > 1 else column
+        slots = x.new_zeros(self.slots, *x.shape[1:])
+        flying = sent(plan.ring_axis, leaving.split(self.leave), self.arrive, what)
+        return Then(flying, lambda arrived: slots.index_copy_(0, self.put, arrived))
+
+    def carry_back(self, x: Tensor, plan: Plan, dim: int) -> Tensor:
+        """The reverse: for each of this rank's tokens the sum of the slots that it went to."""
+        x = x.movedim(dim, 0)
+        leaving = sent(plan.ring_axis, x.index_select(0, self.put).split(self.arrive), self.leave).wait()
+        column = leaving.index_select(0, self.unsort) if plan.ulysses > 1 else leaving
+        given = sent(plan.ulysses_axis, column.split(self.met), self.given).wait()
+        return x.new_zeros(self.tokens, *x.shape[1:]).index_add_(0, self.give, given).movedim(0, dim)
+
+
+def sent(axis: Axis, parts: Sequence[Tensor], counts: list[int], what: str = "tokens") -> Pending:
+    """One part to each rank of an axis, in flight; `counts` entries come from each, joined in the order of ranks."""
+    mine = parts[axis.rank]
+    arrived = [mine if r == axis.rank else mine.new_empty(n, *mine.shape[1:]) for r, n in enumerate(counts)]
+    out = {r: [x] for r, x in enumerate(parts) if r != axis.rank and len(x)}
+    flying = axis.move(out, {r: [x] for r, x in enumerate(arrived) if r != axis.rank and len(x)}, what=what)
+    return Then(flying, lambda _: torch.cat(arrived) if len(arrived) > 1 else mine)
+
+
+def summed(x: Tensor, *axes: Axis) -> Tensor:
+    """The sum over all ranks of the axes, on each of them."""
+    for axis in axes:
+        if axis.size > 1:
+            flat = F.pad(x.flatten(), [0, -x.numel() % axis.size])
+            x = axis.all_gather(axis.reduce_scatter(flat).wait()).wait()[: x.numel()].view_as(x)
+    return x
+
+
+class Exchanged(torch.autograd.Function):
+    """This rank's tokens after an exchange; gradients are exchanged back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, dim: int) -> Tensor:
-        ctx.plan, ctx.dim = plan, dim
-        return plan.ulysses_axis.reduce_scatter(plan.ring_axis.reduce_scatter(x, dim).wait(), dim).wait()
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, plan: Plan, dim: int, back: bool = False) -> Tensor:
+        ctx.exchange, ctx.plan, ctx.dim, ctx.back = exchange, plan, dim, back
+        return (exchange.carry_back if back else exchange.carry)(x.detach(), plan, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Gathered.apply(grad, ctx.plan, ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return Exchanged.apply(grad, ctx.exchange, ctx.plan, ctx.dim, not ctx.back), None, None, None, None
 
 
 @cached
-def order_of(layout: Layout, device: torch.device, back: bool = False, shards: bool = False) -> Tensor:
-    """`layout.order()` on the device, or with `shards` that of whole ring shards; with `back`, its inverse."""
-    order = layout.shard_order() if shards else layout.order()
-    return torch.from_numpy(np.argsort(order) if back else order).to(device, non_blocking=True)
+def inverse_of(plan: Plan, device: torch.device) -> Tensor:
+    """Where each token of the sequence is in the order of all ranks' tokens."""
+    return torch.from_numpy(np.argsort(plan.tokens.order())).to(device, non_blocking=True)
 
 
 @cached
-def swapped_of(layout: Layout, rank: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """`layout.swapped(rank)` on the device, and its inverse; None if it changes nothing."""
-    order = layout.swapped(rank)
-    if order is None:
-        return None
+def shard_order_of(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens of all ring shards in their order, and the inverse."""
+    return pair(plan.tokens.shard_order(), device)
+
+
+@cached
+def swapped_of(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """`plan.tokens.swapped` of this rank, and its inverse; None if it changes nothing."""
+    order = plan.tokens.swapped(plan.place[0])
+    return None if order is None else pair(order, device)
+
+
+def pair(order: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """An order and its inverse, on the device."""
     there, back = (torch.from_numpy(x).to(device, non_blocking=True) for x in (order, np.argsort(order)))
     return there, back
 
 
 def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
     """The whole sequence from every rank's part: the inverse of `shard`, padding removed; differentiable."""
-    problem = of_part(x, plan, dim)
-    keep = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
-    words = {} if problem else describe(plan, None, {"x": x}, None, call="unshard", dim=dim % x.dim(), gradients=keep)
-    agree(plan, words, problem)
-    dim %= x.dim()
-    return Gathered.apply(x, plan, dim).index_select(dim, order_of(plan.tokens, x.device, True)[: plan.seq_len])
+    dim = agreed(of_part(x, plan, dim), x, plan, dim, call="unshard")
+    return Gathered.apply(x, plan, dim).index_select(dim, inverse_of(plan, x.device)[: plan.seq_len])
 
 
 def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None = None, fill: Any = None) -> Tensor:
     """Position p of the sequence gets position p - shift; `fill` where that is outside of it or of p's document."""
-    problem = of_part(x, plan, dim) or of_shift(shift) or of_arguments(docs=docs)
+    problem = of_part(x, plan, dim) or of_arguments(docs=docs)
+    if problem is None and whole(shift) is None:
+        problem = f"shift={shift!r}: how many places tokens move, a whole number"
     if problem is None and docs is not None:
         problem = of_packed("docs", docs, plan.seq_len, x.shape[0])
         if problem is None and dim % x.dim() == 0 and docs.first is None:
             problem = f"dim={dim!r}: {docs} are of the rows of dim 0, which cannot also be the sequence"
-    keep = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
-    how = {} if problem else {"call": "roll", "dim": str(dim % x.dim()), "shift": str(shift), "gradients": str(keep)}
-    agree(plan, {} if problem else describe(plan, None, {"x": x}, docs) | how, problem)
-    dim, place = dim % x.dim(), (plan.ring_axis.rank, plan.ulysses_axis.rank)
-    moved = Exchanged.apply(x, shifted(plan, int(shift), place, x.device), plan, dim)
-    outside = ~within(plan, int(shift), docs, place, x.device)
+    dim = agreed(problem, x, plan, dim, docs, call="roll", shift=shift)
+    moved = Exchanged.apply(x, shifted(plan, int(shift), x.device), plan, dim)
+    outside = ~within(plan, int(shift), docs, x.device)
     shape = [n if i == dim else len(outside) if i == 0 else 1 for i, n in enumerate(x.shape)]
     integers = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
     if integers and fill is None and not x.dtype.is_signed:
@@ -149,30 +228,35 @@ def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None
     return moved.masked_fill(outside.view(shape), (-100 if integers else 0) if fill is None else fill)
 
 
+def agreed(problem: str | None, x: Tensor, plan: Plan, dim: int, docs: Docs | None = None, **call: Any) -> int:
+    """The dim, counted from the first, of a call that all ranks make alike. Raises the same error on all ranks."""
+    if problem:
+        refuse(problem, plan)
+    gradients = torch.is_grad_enabled() and x.requires_grad
+    agree(plan, describe(plan, None, {"x": x}, docs, dim=dim % x.dim(), gradients=gradients, **call))
+    return dim % x.dim()
+
+
 @cached
-def shifted(plan: Plan, shift: int, place: Place, device: torch.device) -> Exchange:
-    """Every position p gets position p - shift, if both are in the sequence. `place` is this rank's."""
+def shifted(plan: Plan, shift: int, device: torch.device) -> Exchange:
+    """Every position p gets position p - shift, if both are in the sequence."""
     order, T = plan.tokens.order(), plan.seq_len
     come = order - shift
     inside = (order < T) & (come >= 0) & (come < T)
     source = np.where(inside, np.argsort(order)[np.where(inside, come, 0)], -1)
-    return Exchange((plan.ring, plan.ulysses, plan.local_len), place, source, device)
+    return Exchange(plan, plan.local_len, source, device)
 
 
 @cached
-def within(plan: Plan, shift: int, docs: Docs | None, place: Place, device: torch.device) -> Tensor:
+def within(plan: Plan, shift: int, docs: Docs | None, device: torch.device) -> Tensor:
     """For each position p of this rank, whether p - shift is in the same document, [1 or rows, T_local]."""
-    at, rows = local_positions(plan, *place), []
+    at, rows = own_positions(plan), []
     for starts in np.array([[0, plan.seq_len]]) if docs is None else (docs.first or docs).starts:
         begin, end = (
             np.append(x, plan.seq_len)[np.searchsorted(starts[1:], at, "right")] for x in (starts, starts[1:])
         )
         rows.append((at < starts[-1]) & (at - shift >= begin) & (at - shift < end))
     return torch.from_numpy(np.stack(rows)).to(device)
-
-
-def of_shift(shift: Any) -> str | None:
-    return None if whole(shift) is not None else f"shift={shift!r}: how many places tokens move, a whole number"
 
 
 def of_part(x: Tensor, plan: Plan, dim: int) -> str | None:
@@ -200,26 +284,18 @@ def of_dim(x: Tensor, dim: int) -> str | None:
     return problem
 
 
+@cached
 def real_tokens(plan: Plan, docs: Docs | None, device: torch.device) -> Tensor | None:
     """Which of this rank's tokens are real, [1 or rows, T_local]; None when all of them are."""
-    return _real_tokens(plan, docs, plan.ring_axis.rank, plan.ulysses_axis.rank, device)
-
-
-@cached
-def _real_tokens(
-    plan: Plan, docs: Docs | None, ring_rank: int, ulysses_rank: int, device: torch.device
-) -> Tensor | None:
     if not plan.padded and (docs is None or not docs.padded):
         return None
-    at = local_positions(plan, ring_rank, ulysses_rank)
     limit = np.minimum(plan.seq_len, docs.starts[:, -1:] if docs is not None else plan.seq_len)
-    real = at[None] < np.reshape(limit, (-1, 1))
+    real = own_positions(plan)[None] < np.reshape(limit, (-1, 1))
     return None if real.all() else torch.from_numpy(real).to(device)
 
 
 def real_queries(mask: Mask, device: torch.device) -> Tensor | None:
     """Which of this rank's queries see a key by a mask of slices, [1, T_local]; None when all of them do."""
     assert mask.seeing is not None
-    at = local_positions(mask.plan, mask.plan.ring_axis.rank, mask.plan.ulysses_axis.rank)
-    begun, over = (np.searchsorted(edges, at, "right") for edges in mask.seeing)
+    begun, over = (np.searchsorted(edges, own_positions(mask.plan), "right") for edges in mask.seeing)
     return None if (begun > over).all() else torch.from_numpy(begun > over)[None].to(device)

@@ -25,7 +25,6 @@ from ringattn.models.hf.packed import counted, documents, given_documents, place
 from ringattn.models.hf.refusals import LOSSES, accepted, refuse_other_attention
 from ringattn.models.hf.targets import Kept, changed, kept, targets_of, wanted, with_loss
 from ringattn.plans.plan import Plan
-from ringattn.torch.agree import compare_data
 
 
 @torch.compiler.disable(recursive=False)
@@ -170,8 +169,6 @@ def local_inputs(
         given = hf_vision.all_tokens({**x, **media, "position_ids": positions}, attention_mask, share)
     else:
         given = share.text(x, self.ringattn_before.stretched, positions)
-    if labels is None:
-        compare_data(plan)
     return plan, {**given, "use_cache": False, **accepted(kwargs)}, share if media else None
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ringattn import api
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -25,8 +24,7 @@ from ringattn.models.hf.refusals import accepted, refuse_other_attention
 from ringattn.models.hf.targets import kept
 from ringattn.plans.plan import Plan
 from ringattn.serving import KVCache
-from ringattn.torch import same_data
-from ringattn.torch.agree import compare_data
+from ringattn.torch.agree import note
 
 LOCAL_TOKENS = 16  # at most so many new tokens are not spread over ranks
 LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample")  # of transformers, whose caches only grow
@@ -53,7 +51,8 @@ class RanksCache:
     ) -> Tensor:  # fmt: skip
         """Append to the layer's cache and attend to it; without a plan every rank has all of the tokens."""
         if layer not in self.layers:
-            self.layers[layer] = self.allocated(k, v)
+            sizes = {"kv_heads": k.shape[2], "head_dim": k.shape[3], "value_dim": v.shape[3], "dtype": k.dtype}
+            self.layers[layer] = KVCache.allocate(self.plan, batch=len(k), max_len=self.max_len, **sizes)
         cache = self.layers[layer]
         if docs is not None:  # with images that see both ways: the cache is filled, and the prompt sees itself
             if plan is None or self.length:
@@ -76,22 +75,9 @@ class RanksCache:
         return self.length > 0 and (self.padding is None or bool((self.padding < self.length).all()))
 
     def reserve(self, max_len: int) -> None:
-        if max_len <= self.max_len:
-            return
-        self.max_len, smaller, self.layers = max_len, self.layers, {}
-        for layer, cache in smaller.items():
-            state = cache.state_dict()
-            larger = self.layers[layer] = self.allocated(state["k"], state["v"])
-            for name in ("k", "v"):
-                more = getattr(larger, name).shape[1] - state[name].shape[1]
-                state[name] = F.pad(state[name], (0, 0, 0, 0, 0, more))
-            larger.load_state_dict(state)
-
-    def allocated(self, k: Tensor, v: Tensor) -> Any:
-        return KVCache.allocate(
-            self.plan, batch=len(k), max_len=self.max_len, kv_heads=k.shape[2], head_dim=k.shape[3],
-            value_dim=v.shape[3], dtype=k.dtype,
-        )  # fmt: skip
+        if max_len > self.max_len:
+            self.max_len = max_len
+            self.layers = {layer: cache.enlarged(max_len, max_len) for layer, cache in self.layers.items()}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -99,10 +85,7 @@ class RanksCache:
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i goes on from row beam_idx[i]."""
         for cache in self.layers.values():
-            state = cache.state_dict()
-            for name in ("k", "v", "lengths"):
-                state[name] = state[name][beam_idx.to(state[name].device)]
-            cache.load_state_dict(state)
+            cache.select(beam_idx)
         for rows in (self.states, self.tails):
             for layer, x in rows.items():
                 rows[layer] = x[beam_idx.to(x.device)]
@@ -126,8 +109,7 @@ def with_cache(
     B, n = tokens.shape[:2]
     spread, plan = self.ringattn, cache.plan
     if spread.compare and name == "input_ids":
-        same_data.note(tokens, plan)
-        compare_data(plan)
+        note(tokens, plan)
     padding = padding_of(attention_mask, cache, B, n)
     if any(layer.room() < n for layer in cache.layers.values()):
         raise ValueError(

@@ -19,7 +19,7 @@ from ringattn.masks.spec import Docs
 from ringattn.models.hf.attention import ARGUMENTS, NAME, PASSED, Asked, Call, spans_of, stretched
 from ringattn.models.hf.modules import replace
 from ringattn.plans.plan import Plan
-from ringattn.torch.same_data import note
+from ringattn.torch.agree import note
 
 TEXT = {*ARGUMENTS, "use_cache", "cache_position"}  # what models of text alone take too, in what `forward` leaves
 TYPES = "token_type_ids"

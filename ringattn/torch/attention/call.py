@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ringattn.check.arguments import of_arguments, of_arrays
 from ringattn.kernels import BY_NAME
@@ -22,9 +21,10 @@ from ringattn.plans.recipe import Pass, Recipe
 from ringattn.steps.rank import Step
 from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Score, arch_of, score_with, sight_of
-from ringattn.torch.bind import CAUSAL, key_of, remember
 from ringattn.torch.handles import whole_on_one
-from ringattn.torch.sharding import real_queries, real_tokens, swapped_of
+from ringattn.torch.sharding import real_queries, real_tokens, shard_order_of, swapped_of
+
+CAUSAL = AttentionSpec()  # the default
 
 
 class Bound(NamedTuple):
@@ -40,14 +40,16 @@ class Call:
 
     def __init__(self, recipe: Recipe, device: torch.device, lse: bool):
         mask, plan = recipe.mask, recipe.plan
-        self.recipe, self.plan, self.docs, self.device = recipe, plan, mask.docs, device
+        self.recipe, self.plan, self.docs = recipe, plan, mask.docs
         self.shape, self.groups, self.gathers = recipe.shape, recipe.groups, recipe.gathers
-        self.narrow = recipe.low_precision  # gradients travel in the dtype of the inputs
+        self.low = recipe.low_precision  # gradients travel in the dtype of the inputs
         self.gradients, self.keeps, self.shares = recipe.gradients, recipe.keeps, recipe.shares
         self.ring, self.ulysses = plan.ring_axis, plan.ulysses_axis
         self.keeps_heads = self.ulysses.size == 1 and self.groups == 1  # whether no heads are exchanged
         self.exchanges_dlse = lse and self.ulysses.size > 1  # all ranks alike, also one whose lse has no gradient
-        self.order = swapped_of(plan.tokens, self.ring.rank, device)  # of what Ulysses ranks hold, where they exchange
+        self.order = swapped_of(plan, device)  # of what Ulysses ranks hold, where they exchange
+        gathered = self.gathers and not plan.keys.tokens.in_order
+        self.key_order = shard_order_of(plan.keys, device) if gathered else None
         same = mask.key_docs is None and plan.keys is plan
         real_keys = real_tokens(plan.keys, mask.docs if same else mask.key_docs, device)
         self.real = real_tokens(plan, mask.docs, device) if mask.seeing is None else real_queries(mask, device)
@@ -65,13 +67,14 @@ class Call:
         return self.ready(self.recipe.backward)
 
     def ready(self, pass_: Pass) -> Bound:
-        spec, only = self.recipe.mask.spec, pass_.single
+        spec, single = self.recipe.mask.spec, pass_.single
         families = any(step.where is not None and step.where.also for step in pass_.steps)
         kernel = score_with(pass_.kernel, spec.scale_for(self.shape.head_dim), spec.softcap, families)
-        return Bound(pass_.steps, kernel, only.where if only else None)
+        return Bound(pass_.steps, kernel, single.where if single else None)
 
-    def __str__(self) -> str:
-        return str(self.recipe)
+
+def deterministic(plan: Plan) -> bool:
+    return plan.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def has_of(q: Tensor, keep: bool) -> str | None:
@@ -86,7 +89,7 @@ def recipe_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, keep
     return Recipe(
         mask, Shape(plan.seq_len, plan.keys.seq_len, H, k.shape[2], D, v.shape[3], q.itemsize, B),
         device.type, str(q.dtype).removeprefix("torch."), arch_of(device) if q.is_cuda else None, rank,
-        plan.deterministic or torch.are_deterministic_algorithms_enabled(), gradients,
+        deterministic(plan), gradients,
         keep and plan.axes.alike, sight_of(mask, rank, device),
     )  # fmt: skip
 
@@ -97,39 +100,32 @@ def bind(
 ) -> Call:  # fmt: skip
     """The call for these arguments. If they are wrong on one rank, all ranks raise the same error.
 
-    `keep`: forward may keep keys that arrive.
-    Where exchanging words is cheap, the ranks compare every call.
+    A call of a new kind is checked, compared with the other ranks, and cached. Where exchanging words is cheap, the
+    ranks compare every call. `keep`: forward may keep keys that arrive.
     """
-    its_plan = plan
+    call = None
     try:
         spec = CAUSAL if spec is None else spec
-        its_plan = whole_on_one(q, k) if plan is None else plan
-        key = key_of(q, k, v, its_plan, spec, docs, key_docs, sinks, (gradients, keep), return_lse)
-        call = its_plan.calls.get(key)
-        if call is not None and (forward_ad._current_level < 0 or not check.have_tangents(q, k, v, sinks)):
-            if call.compared:
-                agree.agree(its_plan, call.words)
-            return call
+        plan = whole_on_one(q, k) if plan is None else plan
+        key = agree.key_of((q, k, v, sinks), plan, spec, docs, key_docs, gradients, keep, return_lse)
+        call = plan.axes.calls.get(key)
     except (AttributeError, TypeError, IndexError):
-        key = None  # not tensors, or not a plan: the checks report it
-    return make(q, k, v, its_plan, spec, docs, key_docs, sinks, gradients, return_lse, keep, key)
-
-
-def make(
-    q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
-    return_lse: Any, keep: bool, key: Any,
-) -> Call:  # fmt: skip
-    """Check a call of a new kind, compare it with the other ranks, and cache it."""
-    problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
-    problem = problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
+        pass  # not tensors, or not a plan: the checks report it
+    if call is not None:
+        if call.compared:
+            agree.agree(plan, call.words)
+        return call
+    problem = (
+        of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
+        or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
+        or check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
+    )
     if problem:
         agree.refuse(problem, plan)
-    problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
-    tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     kept = f"{gradients}{', of the lse too' * (gradients and return_lse and plan.ulysses > 1)}"  # which is exchanged
-    bits = plan.deterministic or torch.are_deterministic_algorithms_enabled()
+    bits, tensors = deterministic(plan), {"q": q, "k": k, "v": v, "sinks": sinks}
     words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept, deterministic=bits)
-    agree.agree(plan, words, problem, has_of(q, keep))
+    agree.agree(plan, words, has=has_of(q, keep))
     recipe = recipe_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients, keep)
     refused = recipe.refused()
     if plan.kernel != "auto":  # one rank alone may lack a package, or have an older GPU
@@ -138,8 +134,7 @@ def make(
         raise refused
     call = Call(recipe, q.device, return_lse)
     call.words = words
-    if not check.have_tangents(q, k, v, sinks):
-        remember(plan.calls, key, call)
+    agree.remember(plan.calls, key, call)
     return call
 
 
@@ -148,5 +143,5 @@ def bound(
     sinks: Tensor | None, return_lse: bool, keep: bool,
 ) -> Call:  # fmt: skip
     """The call of a backward pass: the one that forward bound, made again if it is no longer cached."""
-    call = plan.calls.get(key_of(q, k, v, plan, spec, docs, key_docs, sinks, (True, keep), return_lse))
+    call = plan.calls.get(agree.key_of((q, k, v, sinks), plan, spec, docs, key_docs, True, keep, return_lse))
     return call or Call(recipe_of(q, k, v, Mask(plan, spec, docs, key_docs), True, keep), q.device, return_lse)

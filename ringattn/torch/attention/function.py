@@ -12,16 +12,16 @@ from torch import Tensor
 
 from ringattn.comms.axis import Pending, one_ahead
 from ringattn.kernels.arrays import accumulator, fine
-from ringattn.kernels.partial import NEVER, Partial, sink_gradient
+from ringattn.kernels.partial import NEVER, Partial, empty, sink_gradient
 from ringattn.kernels.rows import rows_of
 from ringattn.kernels.total import Total, in_dtype
 from ringattn.torch.agree import agree
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.call import Call
-from ringattn.torch.attention.gather import gather_backward, gather_forward
+from ringattn.torch.attention.gather import gathered, scattered
 from ringattn.torch.attention.steps import Grads
 from ringattn.torch.attention.ulysses import Real, cleared, enter, joined, leave, repeated, summed
-from ringattn.torch.dispatch import no_autocast, no_view, once
+from ringattn.torch.dispatch import first_order, no_autocast, no_view
 
 Kept = list[Tensor]  # q, k, v, out and lse after they entered: group of heads by group of heads
 
@@ -35,7 +35,7 @@ class Attention(torch.autograd.Function):
         out, lse = no_view(out), no_view(lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(sinks, *saved(call.ulysses.size, kept, q, k, v, out, lse))
+        ctx.save_for_backward(sinks, *kept if call.ulysses.size > 1 else (q, k, v, out, lse, *kept))
         return out, lse
 
     def run_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -43,7 +43,7 @@ class Attention(torch.autograd.Function):
         dq, dk, dv, dsinks = backward(ctx.call, kept, sinks, dout, dlse)
         return None, dq, dk, dv, dsinks
 
-    backward = once(run_backward, "ringattn.attention")
+    backward = first_order(run_backward, "ringattn.attention")
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
@@ -57,19 +57,14 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
             if call.padded:
                 q, k, v = (cleared(x, real) for x, real in zip((q, k, v), call.reals, strict=True))
             start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
-            partial, came = next(attended(call, iter([(q, k, v, start)])))
-            kept += came
+            partial, arrived = next(attended(call, iter([(q, k, v, start)])))
+            kept += arrived
             out, lse = in_dtype(partial.out, q.dtype), partial.lse
         else:
             out, lse, kept = swapped(call, q, k, v, sinks)
         if call.padded:
             out, lse = cleared(out, call.real), cleared(lse, call.real, NEVER)
         return out.contiguous(), by_heads(lse), kept
-
-
-def saved(ulysses: int, kept: Kept, *tensors: Tensor) -> Kept:
-    """What backward needs: the tensors of the call, unless heads entered, and what forward `kept`."""
-    return kept if ulysses > 1 else [*tensors, *kept]
 
 
 def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
@@ -80,17 +75,17 @@ def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 
     def entering() -> Iterator[tuple[Any, ...]]:
         tensors = q, repeated(k, axis), repeated(v, axis)
-        for g, group in enumerate(entered(call, tensors, call.reals, once=2 * call.shares)):
+        for g, group in enumerate(entered(call, tensors, call.reals, shared=2 * call.shares)):
             if keep:
                 kept.append(group[:1] if g and call.shares else group[:])
-            yield *group, None if sinks is None else sink_partial(group[0], own(call, sinks)[g], v.shape[-1])
+            yield *group, None if sinks is None else sink_partial(group[0], local_sinks(call, sinks)[g], v.shape[-1])
             del group
 
     def leaving() -> Iterator[Pending]:
-        for g, (partial, came) in enumerate(attended(call, entering())):
+        for g, (partial, arrived) in enumerate(attended(call, entering())):
             results = [partial.out.to(q.dtype), partial.lse]
             if keep:
-                kept[g] += [*results, *came]
+                kept[g] += [*results, *arrived]
             yield leave(results, axis, call.order)
 
     outs, lses = zip(*one_ahead(leaving()), strict=True)
@@ -103,15 +98,20 @@ def backward(
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, accumulated in float32 on the way."""
     if call.compared:  # one rank may run its backward twice while others go on
         agree(call.plan, {"call": "backward of attention"})
-    dout, dlse = given(call, kept, dout, dlse)
+    rows = call.shape.batch, call.plan.local_len, call.shape.heads
+    if dout is None:
+        dout = kept[0].new_zeros(*rows, call.shape.value_dim)
+    if dlse is None and call.exchanges_dlse:
+        dlse = kept[0].new_zeros(rows)
+    dlse = None if dlse is None else dlse.to(accumulator(dout))
     with no_autocast(dout.device):
         if call.keeps_heads:
-            q, k, v, out, lse, *came = kept
+            q, k, v, out, lse, *arrived = kept
             if call.padded:
                 q, k, v, dout = (cleared(x, r) for x, r in zip((q, k, v, dout), (*call.reals, call.real), strict=True))
                 dlse = None if dlse is None else cleared(dlse, call.real)
-            dq, dk, dv, delta = next(gradients(call, iter([(q, k, v, out, lse, dout, dlse, came)]), sinks is not None))
-            lses, deltas = lse, delta
+            groups = iter([(q, k, v, out, lse, dout, dlse, arrived)])
+            (dq, dk, dv, deltas), lses = next(gradients(call, groups, sinks is not None)), lse
         else:
             dq, dk, dv, lses, deltas = swapped_backward(call, kept, sinks is not None, dout, dlse)
         grads: tuple[Tensor, ...] = dq, summed(dk, call.shape.kv_heads), summed(dv, call.shape.kv_heads)
@@ -121,20 +121,9 @@ def backward(
         if sinks is None:
             return dq, dk, dv, None
         dsinks = torch.zeros_like(sinks)
-        mine = sink_gradient(own(call, sinks).flatten(), lses, deltas)
-        own(call, dsinks).copy_(mine.view(call.groups, -1))
+        mine = sink_gradient(local_sinks(call, sinks).flatten(), lses, deltas)
+        local_sinks(call, dsinks).copy_(mine.view(call.groups, -1))
         return dq, dk, dv, dsinks
-
-
-def given(call: Call, kept: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The gradients of both outputs, zeros for a missing one; of the lse only if all ranks return and exchange it."""
-    rows = call.shape.batch, call.plan.local_len, call.shape.heads
-    like = kept[0]
-    if dout is None:
-        dout = like.new_zeros(*rows, call.shape.value_dim)
-    if dlse is None and call.exchanges_dlse:
-        dlse = like.new_zeros(rows)
-    return dout, None if dlse is None else dlse.to(accumulator(like))
 
 
 def swapped_backward(
@@ -146,53 +135,53 @@ def swapped_backward(
     tensors, whole = ((), ()) if over_ranks else (tuple(kept), (*call.reals, None, None))
     new = (dout,) if dlse is None else (dout, dlse)
     lses, deltas = [], []
-    held = by_group(call, kept) if over_ranks else repeat(((), ()))
+    entered_before = by_group(call, kept) if over_ranks else repeat(((), ()))
 
     def entering() -> Iterator[Sequence[Any]]:
         groups = entered(call, (*tensors, *new), (*whole, *[real] * len(new)))
-        for (before, came), group in zip(held, groups, strict=False):
+        for (before, arrived), group in zip(entered_before, groups, strict=False):
             group = [*before, *group]
             lses.append(group[4])
-            yield *group, *([None] if dlse is None else []), came
+            yield *group, *([None] if dlse is None else []), arrived
 
     def leaving() -> Iterator[Pending]:
         for *grads, delta in gradients(call, entering(), with_delta):
             deltas.append(delta)
             yield leave([x.to(kept[0].dtype) for x in grads], axis, call.order)
 
-    home = zip_longest(*one_ahead(leaving()))
-    grads = [joined([x for x in groups if x is not None], axis.size) for groups in home]
+    left = zip_longest(*one_ahead(leaving()))
+    grads = [joined([x for x in groups if x is not None], axis.size) for groups in left]
     return *grads, joined(lses), joined(deltas) if with_delta else joined(lses)
 
 
-def entered(call: Call, tensors: Sequence[Tensor], real: Sequence[Real], once: int = 0) -> Iterator[list[Tensor]]:
-    """For each group of heads, its tensors over the whole ring shard; the last ones may come `once`, for all groups."""
-    later = len(tensors) - once
+def entered(call: Call, tensors: Sequence[Tensor], real: Sequence[Real], shared: int = 0) -> Iterator[list[Tensor]]:
+    """For each group of heads, its tensors over the whole ring shard; the last ones may be `shared`, by all groups."""
+    later = len(tensors) - shared
 
     def entering() -> Iterator[Pending]:
         for g in range(call.groups):
             some = slice(later if g else None)
             yield enter(tensors[some], real[some], call.ulysses, g, call.groups, call.order)
 
-    came: list[Tensor] = []
+    last: list[Tensor] = []
     for group in one_ahead(entering()):
-        group += came
-        came = group[later:]
+        group += last
+        last = group[later:]
         yield group
         del group
 
 
 def by_group(call: Call, kept: Sequence[Tensor]) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
     """For each group of heads, the q, k, v, out and lse that forward kept, and the keys and values that arrived."""
-    each, brought = iter(kept), 2 * call.keeps
+    each, arrived = iter(kept), 2 * call.keeps
     for g in range(call.groups):
         q = next(each)
         if g == 0 or not call.shares:
             k, v = next(each), next(each)
-        yield (q, k, v, next(each), next(each)), [next(each) for _ in range(brought)]
+        yield (q, k, v, next(each), next(each)), [next(each) for _ in range(arrived)]
 
 
-def own(call: Call, sinks: Tensor) -> Tensor:
+def local_sinks(call: Call, sinks: Tensor) -> Tensor:
     """This rank's sinks, [groups, h]; a view."""
     return sinks.view(call.ulysses.size, call.groups, -1)[call.ulysses.rank]
 
@@ -210,13 +199,13 @@ def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[tuple[Part
     """
     steps, kernel, where = call.forward
     if call.gathers:
-        for partial in gather_forward(groups, call.ring, call.plan.keys.tokens, where, kernel):
-            yield partial, ()
-        return
+        groups = one_ahead(gathered(group, call.ring, call.key_order) for group in groups)
     result: tuple[Partial, Sequence[Tensor]]
     for q, k, v, start in groups:
         if where is not None:
             result = kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype), ()
+        elif call.gathers:
+            result = start or empty(q, v.shape[-1]), ()
         else:
             result = ring.forward(q, k, v, call.ring, steps, kernel, start)
         yield result[0], result[1] if call.keeps else ()
@@ -230,23 +219,36 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
     """
     steps, kernel, where = call.backward
     if call.gathers:
-        yield from gather_backward(groups, call.ring, call.plan.keys.tokens, where, kernel, with_delta)
-        return
+        groups = one_ahead(gathered(group, call.ring, call.key_order) for group in groups)
     sums: Sequence[Total] = ()
-    for g, (q, k, v, out, lse, dout, dlse, came) in enumerate(groups, start=1):
+    leaving: list[Pending] = []
+    for g, (q, k, v, out, lse, dout, dlse, kept) in enumerate(groups, start=1):
         rows, delta = rows_of(kernel.kernel, out, lse, dout, dlse, with_delta)
         sums = sums or [Total(x) for x in (k, v) if call.shares]
         if where is not None:
             into = None, *([total.running for total in sums] or (None, None))
-            dq, *grads = kernel.backward((q, k, v), where, rows, into=into, final=not call.shares)
+            final = not (call.shares or call.gathers)
+            dq, *grads = kernel.backward((q, k, v), where, rows, into=into, final=final)
+        elif call.gathers:
+            dq, *grads = map(Total, (q, k, v))
         else:
-            dq, *grads = ring.backward(q, k, v, rows, call.ring, steps, kernel, call.narrow, came)
+            dq, *grads = ring.backward(q, k, v, rows, call.ring, steps, kernel, call.low, kept)
         for total, grad in zip(sums, grads, strict=False):
             total.add(grad)
             total.fold()
         if call.shares:
             grads = sums if g == call.groups else []
-        yield in_dtype(dq, q.dtype), *(in_dtype(grad, k.dtype) for grad in grads), delta
+        dtype = accumulator(k) if call.gathers else k.dtype
+        result: Grads = (in_dtype(dq, q.dtype), *(in_dtype(grad, dtype) for grad in grads), delta)
+        del q, k, v, out, lse, dout, dlse, kept, rows, dq, grads  # frees their memory
+        if call.gathers:
+            leaving.append(scattered(result, call.ring, call.key_order))
+            result = leaving.pop(0).wait() if g > 1 else ()
+        if result:
+            yield result
+        del result
+    if leaving:
+        yield leaving.pop().wait()
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:

@@ -16,13 +16,14 @@ from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.plans.plan import Plan
 from ringattn.torch import check
-from ringattn.torch.attention.call import bind, bound
-from ringattn.torch.attention.function import Attention, backward, forward, saved
-from ringattn.torch.bind import CAUSAL, autocast, traced
-from ringattn.torch.dispatch import differentiate, fake, op
-from ringattn.torch.handles import docs_of, of_text, plain, plan_of, spread, starts_of, text_and_handle, whole_on_one
+from ringattn.torch.attention.call import CAUSAL, bind, bound
+from ringattn.torch.attention.function import Attention, backward, forward
+from ringattn.torch.dispatch import autocast, differentiate, fake, gradients_like, op, traced
+from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_and_handle, whole_on_one
 
-Numbers = tuple[Any, ...]  # of a spec: causal, window as a list, chunk, first, softcap, scale
+# The arguments of both ops: the tensors, and at the end the fields of a spec.
+TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? docs, Tensor? key_docs, Tensor? handle"
+SPEC = "bool causal, SymInt[]? window, SymInt? chunk, SymInt first, float? softcap, float? scale"
 
 
 def attention(
@@ -54,57 +55,42 @@ def attention_op(
     text, handle = text_and_handle(plan)
     if handle is None:  # else the op checks: no graph may depend on the documents of one batch
         raise_if(check.problem(q, k, v, plan, spec, docs, key_docs, sinks))
+    window = (spec.window,) if isinstance(spec.window, int) else spec.window
     out, lse, _ = torch.ops.ringattn.attention(
         q, k, v, sinks, starts_of(docs), starts_of(key_docs), handle, text, keep, keys, return_lse,
-        *numbers_of(spec),
+        spec.causal, window, spec.chunk, spec.first, spec.softcap, spec.scale,
     )  # fmt: skip
     return out, lse
 
 
-def numbers_of(spec: AttentionSpec) -> Numbers:
-    """A spec as the arguments of an op."""
-    window = spec.window if spec.window is None or isinstance(spec.window, tuple) else (spec.window,)
-    reach = None if window is None else list(window)
-    return spec.causal, reach, spec.chunk, spec.first, spec.softcap, spec.scale
-
-
 def arguments(
-    q: Tensor, k: Tensor, docs: Any, key_docs: Any, handle: Tensor | None, plan: str, *spec: Any
-) -> tuple[Any, Any, Any, Any]:
+    q: Tensor, k: Tensor, docs: Any, key_docs: Any, handle: Tensor | None, plan: str, causal: bool, window: Any,
+    *rest: Any,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """The plan, spec, docs and key_docs that the arguments of an op stand for."""
     live = plan_of(plan, q.shape[1], k.shape[1], handle)
-    causal, window, *rest = spec
     reach = window if window is None else window[0] if causal else tuple(window)
     return live, AttentionSpec(causal, reach, *rest), docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len)
 
 
-@op("attention")
+@op("attention", f"({TENSORS}, str plan, bool keep, bool keys, bool return_lse, {SPEC}) -> (Tensor, Tensor, Tensor[])")
 def forward_op(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, docs: Tensor | None, key_docs: Tensor | None,
-    handle: Tensor | None, plan: str, keep: bool, keys: bool, return_lse: bool,
-    causal: bool, window: list[int] | None, chunk: int | None, first: int, softcap: float | None, scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, docs: Any, key_docs: Any, handle: Any, plan: str, keep: bool,
+    keys: bool, return_lse: bool, *spec: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """(out in q's dtype, lse) of this rank's queries over all keys; with `keep`, also the tensors that entered.
 
     With `keys`, those that arrive may be among them. How many there are is not known while a graph is traced.
     """
-    given = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
+    given = arguments(q, k, docs, key_docs, handle, plan, *spec)
     return forward(bind(q, k, v, *given, sinks, keep, return_lse, keys), q, k, v, sinks)
 
 
 @fake("attention")
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Any,
-    docs: Any,
-    key_docs: Any,
-    handle: Any,
-    plan: str,
-    keep: bool,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, docs: Any, key_docs: Any, handle: Any, plan: str, keep: bool,
     *rest: Any,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     B, T, H, D = q.shape
     V, exact, live = v.shape[3], fine(q), spread(plan)
     kept: list[Tensor] = []
@@ -112,7 +98,8 @@ def _(
         size, lengths = live.ulysses, (live.seq_len, live.keys.seq_len)
         groups = live.transport.groups or 1  # as in of_handle
         if handle is None:
-            groups = live.groups_for(Shape(*lengths, H, k.shape[2], D, V, q.itemsize, plain(B)))
+            batch = range(B).stop  # of a symbolic number, its value
+            groups = live.groups_for(Shape(*lengths, H, k.shape[2], D, V, q.itemsize, batch))
         h, g = heads_of_group(H, k.shape[2], size, groups)
         shared = kv_heads_of_a_rank(k.shape[2], size) < groups  # by all groups
         for i in range(groups):
@@ -126,25 +113,25 @@ def _(
     return q.new_empty(B, T, H, V), q.new_empty(B, H, T, dtype=exact).transpose(1, 2), kept
 
 
-@op("attention_backward")
+@op(
+    "attention_backward",
+    f"({TENSORS}, Tensor[] kept, Tensor? dout, Tensor? dlse, str plan, bool keys, bool return_lse, {SPEC})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def backward_op(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, docs: Tensor | None, key_docs: Tensor | None,
-    handle: Tensor | None, kept: list[Tensor], dout: Tensor | None, dlse: Tensor | None,
-    plan: str, keys: bool, return_lse: bool,
-    causal: bool, window: list[int] | None, chunk: int | None, first: int, softcap: float | None, scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, docs: Any, key_docs: Any, handle: Any, kept: list[Tensor],
+    dout: Any, dlse: Any, plan: str, keys: bool, return_lse: bool, *spec: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, from what forward `kept`; q, k, v only give shapes."""
-    given = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
+    given = arguments(q, k, docs, key_docs, handle, plan, *spec)
     call = bound(q, k, v, *given, sinks, return_lse, keys)
     dq, dk, dv, dsinks = backward(call, kept, sinks, dout, dlse)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
 @fake("attention_backward")
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    contiguous = torch.contiguous_format
-    return *(torch.empty_like(x, memory_format=contiguous) for x in (q, k, v)), dsinks
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    return gradients_like(inputs[:4], inputs[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
@@ -153,18 +140,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[
     out, lse, kept = output
     ctx.set_materialize_grads(False)  # saved outputs have no gradients
     ctx.shapes = [x.shape for x in (q, k, v)]
-    ulysses = ctx.plan.ulysses if ctx.plan else 1
-    ctx.save_for_backward(*rest, *saved(ulysses, kept, q, k, v, out, lse))
+    entered = ctx.plan and ctx.plan.ulysses > 1
+    ctx.save_for_backward(*rest, *kept if entered else (q, k, v, out, lse, *kept))
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     sinks, docs, key_docs, handle, *kept = ctx.saved_tensors
     q, k, v = (x.new_empty(()).expand(shape) for x, shape in zip(kept[:3], ctx.shapes, strict=True))
     *grads, dsinks = torch.ops.ringattn.attention_backward(
-        q, k, v, sinks, docs, key_docs, handle, kept, dout, dlse,
-        ctx.text, *ctx.numbers,
-    )  # fmt: skip
+        q, k, v, sinks, docs, key_docs, handle, kept, dout, dlse, ctx.text, *ctx.numbers
+    )
     return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 13
 
 
-differentiate("attention", _save, _backward, shown=2)
+differentiate("attention", _save, _backward, count=2)

@@ -199,9 +199,9 @@ def on_device(seen: tuple[Any, ...], device: torch.device, rectangles: bool = Tr
     if isinstance(seen[0], Tensor):
         return Intervals(seen[0].int(), seen[1].int(), made={})
     host = seen[0].astype(np.int32), seen[1].astype(np.int32)
-    few = rectangles_of(*host) if rectangles and len(host[0]) == 1 else None
-    b, e = (torch.from_numpy(x).to(device, non_blocking=True) for x in host)
-    return Intervals(b, e, few, host, made={})
+    few = rectangles_of(*host) if rectangles else None
+    begin, end = torch.from_numpy(host[0]), torch.from_numpy(host[1])
+    return Intervals(begin.to(device, non_blocking=True), end.to(device, non_blocking=True), few, host, made={})
 
 
 @lru_cache(maxsize=1024)
@@ -215,24 +215,6 @@ def score_with(entry: kernels.Kernel, scale: float, softcap: float | None, famil
             write=partial(disjoint.write, **given), backward=partial(disjoint.backward, **given)
         )
     return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given), disjoint)
-
-
-def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, rectangles: bool) -> kernels.Problem:
-    """The problem of a call on one device."""
-    return kernels.Problem(
-        device=q.device.type,
-        dtype=str(q.dtype).removeprefix("torch."),
-        head_dim=q.shape[-1],
-        value_dim=v.shape[-1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        softcap=softcap is not None,
-        rectangles=rectangles,
-        arch=arch_of(q.device) if q.is_cuda else None,
-        queries=q.shape[1],
-        rows=q.shape[0] * q.shape[1] * q.shape[2],
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
 
 
 arch_of = lru_cache(torch.cuda.get_device_capability)  # cached, since every call needs it

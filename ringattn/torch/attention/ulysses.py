@@ -17,9 +17,7 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.plans.cost import replicas
 
 Real = Tensor | None  # [1 or B, T_local]: which tokens are real; None when all are
-
-
-Order = tuple[Tensor, Tensor] | None  # None: they hold consecutive pieces
+Order = tuple[Tensor, Tensor] | None  # where tokens lie, and the inverse; None: they need no other order
 
 
 def enter(

@@ -4,7 +4,6 @@ Position p lies on rank (p // block) % ranks, so the cache is balanced at any le
 a query sees one interval of them. Attention to a cache is in `function.py`.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +23,6 @@ from ringattn.layouts.layout import Layout
 from ringattn.masks.spec import raise_if, whole
 from ringattn.plans.plan import Plan
 from ringattn.serving import Heads, Stripes, prefill_way
-from ringattn.torch.check import of_dense, of_meta, of_tangents, of_types
 from ringattn.torch.inference.chunk import Holder, landings
 
 STEP = 1024  # rows in which a decode's launch grows
@@ -40,7 +38,7 @@ class KVCache(serving.KVCache):
         window: int | None = None, prefix: "KVCache | None" = None,
     ):  # fmt: skip
         self.plan, self.k, self.v, self.max_len = plan, k, v, max_len
-        self.stripes, self.window, self.prefix = stripes, window, prefix
+        self.stripes, self.window, self.prefix, self.ranks = stripes, window, prefix, stripes.ranks
         self.filled = torch.zeros(len(lengths), dtype=torch.int64, device=k.device)  # the lengths, for kernels
         self.captured = False  # whether a CUDA graph may have changed them: then only the device has the lengths
         self.lengths = lengths
@@ -76,28 +74,18 @@ class KVCache(serving.KVCache):
         self.host_lengths = lengths.copy()
         self.filled.copy_(torch.from_numpy(lengths), non_blocking=True)
 
-    @property
-    def ranks(self) -> int:
-        return self.stripes.ranks
-
     @cached_property
     def rank(self) -> int:
-        return self.plan.ring_axis.rank * self.plan.ulysses + self.plan.ulysses_axis.rank
+        ring, ulysses = self.plan.place
+        return ring * self.plan.ulysses + ulysses
 
     def room(self) -> int:
         """How many more tokens every row can take."""
         return self.max_len - int(self.lengths.max())
 
-    @property
-    def here(self) -> tuple[int, int, int, int]:
-        """The numbers from which a kernel computes this rank's positions: origin, block, round, first."""
-        stripes = self.stripes
-        return stripes.origin, stripes.block, stripes.round, self.rank * stripes.block
-
     def append(self, k: Tensor, v: Tensor) -> None:
         """Append the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its share."""
-        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or of_tangents(k=k, v=v)
-        raise_if(problem or self.problem(k, v, k.shape[1]))
+        raise_if(of_arrays({"k": k, "v": v}, {}, self.plan) or self.problem(k, v, k.shape[1]))
         self.keep(k.detach(), v.detach(), k.shape[1])
 
     def keep(self, k: Tensor, v: Tensor, n: int, order: Layout | None = None) -> None:
@@ -105,12 +93,8 @@ class KVCache(serving.KVCache):
         self.make_room(n)
         lengths = tuple(self.lengths.tolist())
         for rows, source, target in landings(lengths, n, order, self.stripes, self.rank, k.device):
-            for new, kept in ((k, self.k), (v, self.v)):
-                if len(rows) == len(kept):
-                    kept.index_copy_(1, target, new.index_select(1, source))
-                else:
-                    for row in rows:
-                        kept[row].index_copy_(0, target, new[row].index_select(0, source))
+            self.k[rows, target] = k[rows, source]
+            self.v[rows, target] = v[rows, source]
         self.lengths = self.lengths + n
 
     @contextmanager
@@ -204,48 +188,12 @@ class KVCache(serving.KVCache):
         ends = [fork.start.reshape(len(self.start), -1)[:, 0] for fork in self.forks]
         return np.max([np.zeros_like(self.start), *ends], axis=0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of this rank's part of the cache."""
-        if self.prefix is not None:
-            raise NotImplementedError("a fork shares its keys with another cache: save that one and append again")
-        lengths, origin = torch.from_numpy(self.lengths), self.stripes.origin
-        k, v = self.k.clone(), self.v.clone()
-        return {"k": k, "v": v, "lengths": lengths, "origin": origin, "place": self.place, "window": self.window}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a part that the same rank saved, under a plan of equally many ranks."""
-        if self.prefix is not None or self.shared.any():
-            raise ValueError("this cache and a fork share keys, which would change for both; allocate another cache")
-        raise_if(check.of_saved(state, "k", "v", "lengths", "origin", "place", "window"))
-        tensors = {name: state[name] for name in ("k", "v", "lengths")}
-        raise_if(of_types(**tensors) or of_dense(**tensors) or of_meta(**tensors))
-        place = check.each(state["place"], 3) if isinstance(state["place"], list | tuple) else None
-        if place is None:
-            raise ValueError(f"the state has place={state['place']!r}; pass what state_dict() gave")
-        if tuple(place) != self.place:
-            names = "rank {}, of {} ranks, in blocks of {}"
-            raise ValueError(f"the state is of {names.format(*place)}; this cache is of {names.format(*self.place)}")
-        lengths = state["lengths"].numpy(force=True)
-        raise_if(check.of_loaded(state, self, lengths) or self.of_origin(state["origin"], lengths))
-        self.k.copy_(state["k"].detach())
-        self.v.copy_(state["v"].detach())
-        self.lengths = lengths.astype(np.int64)
-        self.stripes = replace(self.stripes, origin=whole(state["origin"]) or 0)
-
-    def of_origin(self, origin: Any, lengths: np.ndarray) -> str | None:
-        """The memory begins before all that a row's next token sees, and reaches to the end of the rows."""
-        stripes = replace(self.stripes, origin=whole(origin) or 0)
-        fits = stripes.below(lengths.max(), 0) <= self.k.shape[1]
-        if fits and whole(origin) in range(0, self.first_seen(lengths) + 1, stripes.round):
-            return None
-        return (
-            f"the state has origin={origin!r}, with which no cache of window={self.window} has rows of "
-            f"{lengths.tolist()} tokens; pass what state_dict() gave"
-        )
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        return self.rank, self.ranks, self.stripes.block
+    def select(self, rows: Tensor) -> None:
+        """Row i goes on from row rows[i], as beams do; without forks."""
+        at = rows.to(self.k.device)
+        self.k.copy_(self.k[at])
+        self.v.copy_(self.v[at])
+        self.lengths = self.lengths[rows.numpy(force=True)]
 
     def way(self, plan: Plan, heads: int) -> str:
         """What will travel when a chunk under `plan` attends to this cache: "queries" or "keys"."""
@@ -302,26 +250,22 @@ class KVCache(serving.KVCache):
         stripes, top = self.from_round(self.first_seen(self.lengths)), int(self.lengths.max()) + n
         return bool(stripes.below(top, 0) <= self.k.shape[1])
 
-    @lasting
     def for_chunk(self, n: int) -> "KVCache":
         """This cache, or, if n tokens at once do not fit beside its window, a larger copy."""
         if self.fits(n) or n > self.room():
             return self
-        rounds = -(-(int(self.lengths.max()) + n - self.stripes.origin) // self.stripes.round)
-        more = rounds * self.stripes.block - self.k.shape[1]
-        k, v = (F.pad(x, [0, 0, 0, 0, 0, more]) for x in (self.k, self.v))
-        return KVCache(self.plan, k, v, self.lengths, self.max_len, self.stripes, self.window)
+        return self.enlarged(int(self.lengths.max()) + n, self.max_len)
 
     @lasting
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
-        """A copy that shares no memory with forks; of a fork, including the keys that it shares."""
-        k, v, prefix = self.k.clone(), self.v.clone(), copy.deepcopy(self.prefix, memo)
-        made = KVCache(self.plan, k, v, self.lengths, self.max_len, self.stripes, self.window, prefix)
-        made.start = self.start
-        return made
+    def enlarged(self, until: int, max_len: int) -> "KVCache":
+        """A copy with memory up to position `until`, and room for `max_len` tokens."""
+        rounds = -(-(until - self.stripes.origin) // self.stripes.round)
+        more = rounds * self.stripes.block - self.k.shape[1]
+        k, v = (F.pad(x, [0, 0, 0, 0, 0, more]) for x in (self.k, self.v))
+        return KVCache(self.plan, k, v, self.lengths, max_len, self.stripes, self.window)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a cache cannot be pickled, or share its memory with a copy: save cache.state_dict()")
+        raise TypeError("a cache cannot be pickled or copied: fork() it, or allocate another one and append")
 
     def __repr__(self) -> str:
         return f"KVCache(lengths {self.lengths.tolist()} of {self.max_len}, over {self.ranks} ranks)"

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -27,10 +28,10 @@ from ringattn.plans.plan import Plan
 from ringattn.plans.sizes import heads_problem
 from ringattn.serving import WAYS, exchange_over, exchange_way, keys_at_once
 from ringattn.torch import agree, check
-from ringattn.torch.attention.steps import Score, problem_of, score_with
-from ringattn.torch.bind import key_of, remember
+from ringattn.torch.attention.steps import Score, arch_of, score_with
+from ringattn.torch.dispatch import refuse_transforms
 from ringattn.torch.inference.cache import KVCache
-from ringattn.torch.inference.chunk import Chunk, ranges_of
+from ringattn.torch.inference.chunk import Chunk, KeyRange, ranges_of
 
 FULL = AttentionSpec(causal=False)
 
@@ -40,6 +41,11 @@ class Visit(NamedTuple):
 
     kept: Sequence[Tensor]
     where: Intervals | None
+
+
+def visits_of(ranges: Iterable[KeyRange], k: Tensor, v: Tensor) -> list[Visit]:
+    """Ranges of keys that one group of ranks holds."""
+    return [Visit((k[:, each.keys], v[:, each.keys]), *each.seen) for each in ranges]
 
 
 class Kernels:
@@ -82,11 +88,18 @@ class CacheCall:
         self.plan, self.spec = plan, spec
         self.impl = cache.plan.kernel
         self.form = form_of(q)  # in which partials travel
-        self.problem = problem_of(q, k, v, spec.softcap, rectangles=True)
         self.rows = q.shape[0] * q.shape[2]  # for each query
+        self.problem = kernels.Problem(
+            device=q.device.type, dtype=str(q.dtype).removeprefix("torch."), head_dim=q.shape[-1],
+            value_dim=v.shape[-1], heads=q.shape[2], kv_heads=k.shape[2], softcap=spec.softcap is not None,
+            rectangles=True, arch=arch_of(q.device) if q.is_cuda else None,
+            queries=q.shape[1], rows=self.rows * q.shape[1],
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
         self.made: dict[int, Kernels] = {}
         self.kernels(q.shape[1])  # raises if no kernel supports the call
-        self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
+        self.words: agree.Words = {}  # what the ranks compare
+        self.compared = agree.watched(plan)  # whether they compare it in every call
 
     def kernels(self, queries: int) -> Kernels:
         """The kernels for this many queries: with several ranks, those of some ranks attend together."""
@@ -100,13 +113,12 @@ class CacheCall:
         kernels, partial = self.kernels(q.shape[1]), None
         plans = ranges_of(chunk, ((cache.rank,),), keys, q.device, kernels.needs_rectangles)
         for ranges, (k, v) in zip(plans, cache.memory(), strict=True):
-            visits = [Visit((k[:, each.keys], v[:, each.keys]), *each.seen) for each in ranges]
-            partial = kernels.attend(q, visits, partial)
+            partial = kernels.attend(q, visits_of(ranges, k, v), partial)
         return partial or empty(q, cache.v.shape[-1])
 
     def check(self, cache: KVCache, problem: str | None) -> None:
         """Raise the problem: on all ranks where they compare every call."""
-        if self.words is not None:
+        if self.compared:
             agree.agree(self.plan, self.words | words_of(cache), problem)
         raise_if(problem)
 
@@ -115,11 +127,10 @@ class Prefill(CacheCall):
     """A chunk of a prompt. `keys`: the most keys of a rank that are sent at once."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec, move: str,
-        keys: int | None,
-    ):  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec, keys: int | None
+    ):
         super().__init__(q, k, v, plan, cache, spec)
-        self.move, self.most = move, whole(keys)
+        self.most = whole(keys)
         self.keys = self.most or keys_at_once(plan.local_len)
 
 
@@ -154,14 +165,14 @@ def bind_prefill(
 
     Where exchanging words is cheap, the ranks compare every call.
     """
-    ranks = plan.axes.number  # plans of two meshes may be equal
-    key, call = look_up(cache, q, k, v, sinks, plan, spec, ranks, move, keys)
+    number = plan.axes.number  # plans of two meshes may be equal
+    key, call = look_up(cache, (q, k, v, sinks), plan, spec, number, move, keys)
     if call is not None:
         call.check(cache, cache.overflow(plan.seq_len))
         return call
-    refuse_types(q, k, v, spec, sinks, plan)
     problem = (
-        of_choice("move", move, ("auto", *WAYS))
+        of_types(q, k, v, spec, sinks, plan)
+        or of_choice("move", move, ("auto", *WAYS))
         or of_sizes("keys", keys=keys)
         or check.of_tensors(q, k, v)
         or of_plan(q, k, v, plan)
@@ -170,8 +181,8 @@ def bind_prefill(
         or of_cache(cache, plan, spec)
         or cache.problem(k, v, plan.seq_len)
     )
-    kind, how = partial(Prefill, q, k, v, plan, cache, spec, move, keys), f"move={move}, keys={whole(keys)}"
-    return make(kind, key, cache, plan, spec, (q, k, v, sinks), how, problem)
+    kind, how = partial(Prefill, q, k, v, plan, cache, spec, keys), f"move={move}, keys={whole(keys)}"
+    return make(problem, kind, key, cache, plan, spec, (q, k, v, sinks), how)
 
 
 def bind_decode(
@@ -179,8 +190,8 @@ def bind_decode(
     capturing: bool,
 ) -> Decode:  # fmt: skip
     """As `bind_prefill`. While a CUDA graph is captured, the call must be bound already."""
-    tree = parents is not None
-    key, call = look_up(cache, q, k, v, sinks, None, spec, tree)
+    tree, plan = parents is not None, cache.plan
+    key, call = look_up(cache, (q, k, v, sinks), spec, tree)
     if capturing:
         raise_if(of_capture(cache, call))
         return call
@@ -188,9 +199,9 @@ def bind_decode(
         problem = of_parents(parents, k.shape[1]) or of_filled(cache.lengths) or cache.overflow(k.shape[1])
         call.check(cache, problem)
         return call
-    refuse_types(q, k, v, spec, sinks, cache.plan)
     problem = (
-        of_unknown("decode", unknown)
+        of_types(q, k, v, spec, sinks, plan)
+        or of_unknown("decode", unknown)
         or check.of_tensors(q, k, v)
         or of_parents(parents, k.shape[1])
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
@@ -201,30 +212,23 @@ def bind_decode(
     )
     if problem is None and q.shape[1] != k.shape[1]:
         problem = f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
-    kind, how = partial(Decode, q, k, v, cache, spec, tree), "decode"
-    if tree and problem is None:
-        how = f"decode, parents={drafts(parents)}"
-    return make(kind, key, cache, cache.plan, spec, (q, k, v, sinks), how, problem)
+    how = "decode" if problem or not tree else f"decode, parents={drafts(parents)}"
+    return make(problem, partial(Decode, q, k, v, cache, spec, tree), key, cache, plan, spec, (q, k, v, sinks), how)
 
 
-def look_up(
-    cache: KVCache, q: Any, k: Any, v: Any, sinks: Any, plan: Plan | None, spec: Any, *how: Any
-) -> tuple[Any, Any]:
+def look_up(cache: KVCache, tensors: Sequence[Any], *how: Any) -> tuple[Any, Any]:
     """The key of a call, and the call if it is bound. No key if arguments are wrong: the checks report them."""
+    if forward_ad._current_level >= 0:
+        refuse_transforms()
     try:
-        key = key_of(q, k, v, plan, spec, None, None, sinks, False, how)
-        if forward_ad._current_level >= 0 and check.have_tangents(q, k, v, sinks):
-            return None, None
+        key = agree.key_of(tensors, *how)
         return key, cache.calls.get(key)
     except (AttributeError, TypeError):
         return None, None
 
 
-def refuse_types(q: Any, k: Any, v: Any, spec: Any, sinks: Any, plan: Plan) -> None:
-    """Raise on all ranks if an argument has the wrong type."""
-    problem = of_arguments(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
-    if problem:
-        agree.refuse(problem, plan)
+def of_types(q: Any, k: Any, v: Any, spec: Any, sinks: Any, plan: Plan) -> str | None:
+    return of_arguments(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
 
 
 def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec) -> str | None:
@@ -251,18 +255,18 @@ def of_capture(cache: KVCache, call: Any) -> str | None:
 
 
 def make(
-    kind: Callable[[], Any], key: Any, cache: KVCache, plan: Plan, spec: AttentionSpec, tensors: Sequence[Any],
-    how: str, problem: str | None,
+    problem: str | None, kind: Callable[[], Any], key: Any, cache: KVCache, plan: Plan, spec: AttentionSpec,
+    tensors: Sequence[Any], how: str,
 ) -> Any:  # fmt: skip
     """Compare a call of a new kind with the other ranks, and cache it. Raises the same error on all ranks."""
+    if problem:
+        agree.refuse(problem, plan)
     named = dict(zip(("q", "k", "v", "sinks"), tensors, strict=True))
     words = agree.describe(plan, spec, named, None, call="on a cache", how=how)
-    agree.agree(plan, words | words_of(cache) if agree.watched(plan) else words, problem)
+    agree.agree(plan, words | words_of(cache) if agree.watched(plan) else words)
     call = kind()
-    if agree.watched(plan):
-        call.words = words
-    if key is not None:
-        remember(cache.calls, key, call)  # drops the oldest on all ranks alike
+    call.words = words
+    agree.remember(cache.calls, key, call)  # drops the oldest on all ranks alike
     return call
 
 

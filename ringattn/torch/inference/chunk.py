@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
+from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.layouts.layout import Layout, Shard, sorted_positions
 from ringattn.masks.bands import Families, all_bands, bounds_at, families, joined
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -18,6 +18,7 @@ from ringattn.serving import Stripes
 from ringattn.steps.rank import Step, steps_of
 from ringattn.steps.reads import seen
 from ringattn.steps.table import build
+from ringattn.torch.attention.steps import on_device
 
 
 class Holder(NamedTuple):
@@ -29,6 +30,7 @@ class Holder(NamedTuple):
     stripes: Stripes
     first: tuple[int, ...]
     last: tuple[int, ...]
+    relative: bool = False  # whether it counts positions from where a row's new tokens begin, as the chunk itself does
 
     def copied(self, copies: int, until: tuple[int, ...]) -> "Holder":
         """This memory as a fork sees it: every row `copies` times, visible up to `until`, where the fork's own keys
@@ -56,6 +58,14 @@ class Chunk(NamedTuple):
     def positions(self) -> np.ndarray:
         return np.arange(self.tokens) if self.queries is None else sorted_positions(self.queries)
 
+    @property
+    def alone(self) -> "Chunk":
+        """The chunk with its own tokens as the only memory."""
+        placed = self.spec.chunk is not None or self.spec.first  # else the tokens see each other as any do
+        before = self.before if placed else (0,)
+        holder = Holder(Stripes(1, 1), before, tuple(n + self.tokens for n in before), relative=True)
+        return self._replace(before=before, holders=(holder,))
+
 
 @lru_cache(maxsize=64)
 def families_of(chunk: Chunk, before: int) -> Families:
@@ -79,46 +89,24 @@ class KeyRange(NamedTuple):
     seen: tuple[Intervals | None, ...]
 
 
-Groups = tuple[tuple[int, ...], ...]  # ranks whose keys lie together, in the order of their positions
-OwnRange = tuple[slice, Intervals | None]  # consecutive tokens of the chunk, and the queries' intervals among them
-
-
-@lru_cache(maxsize=32)
-def own_ranges(chunk: Chunk, most: int, device: torch.device, rectangles: bool) -> tuple[OwnRange, ...]:
-    """The tokens of a chunk without holders, at most `most` at once: the same for every chunk of this length, unless
-    it depends on how many tokens were `before`.
-    """
-    rows = sorted(set(chunk.before)) if len(set(chunk.before)) < 2 else chunk.before
-    every = [
-        [
-            (low - n, high - n)
-            for low, high in (bounds_at(family, chunk.positions + n) for family in families_of(chunk, n))
-        ]
-        for n in rows or (0,)
-    ]
-    sides = [[np.concatenate(side)[None].clip(0) for side in zip(*of_rows, strict=True)]
-             for of_rows in zip(*every, strict=True)]  # fmt: skip
-    slices = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
-    return tuple((keys, within(begin, end, keys, device, rectangles)) for begin, end in sides for keys in slices)
-
-
 @lru_cache(maxsize=64)
 def ranges_of(
-    chunk: Chunk, groups: Groups, most: int | None, device: torch.device, rectangles: bool
-) -> tuple[tuple[KeyRange, ...], ...]:
-    """Each holder's ranges, of at most `most` keys per rank. `rectangles`: for a kernel that needs them."""
+    chunk: Chunk, groups: tuple[tuple[int, ...], ...], most: int | None, device: torch.device, rectangles: bool
+) -> list[list[KeyRange]]:
+    """Each holder's ranges, of at most `most` keys per rank. `rectangles`: for a kernel that needs them.
+
+    `groups`: ranks whose keys lie together, in the order of their positions.
+    """
     by_holder = []
     for holder in chunk.holders:
         every = [sides_seen(chunk, holder, chunk.positions, ranks) for ranks in groups]
-        here = []
+        ranges = []
         for *sides, (low, high) in zip(*every, reach(chunk, holder), strict=True):
-            slices = slices_of(low, high, most, holder.stripes.block) if low < high else []
-            here += [
-                KeyRange(keys, tuple(within(begin, end, keys, device, rectangles) for begin, end in sides))
-                for keys in slices
-            ]
-        by_holder.append(tuple(here))
-    return tuple(by_holder)
+            for keys in slices_of(low, high, most, holder.stripes.block) if low < high else []:
+                seen = tuple(within(begin, end, keys, device, rectangles) for begin, end in sides)
+                ranges.append(KeyRange(keys, seen))
+        by_holder.append(ranges)
+    return by_holder
 
 
 def slices_of(low: int, high: int, most: int | None, block: int) -> list[slice]:
@@ -144,8 +132,9 @@ def sides_seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple
         for (before, low, high), of_row in zip(rows, every, strict=True):
             family = of_row[i] if i < len(of_row) else (joined([]),)
             begin, end = bounds_at(family, before + positions)
-            begins.append(np.minimum(np.maximum(begin, low), high))
-            ends.append(np.minimum(np.maximum(end, low), high))
+            origin = before * holder.relative
+            begins.append(np.minimum(np.maximum(begin, low), high) - origin)
+            ends.append(np.minimum(np.maximum(end, low), high) - origin)
         begin, end = (holder.stripes.below(np.concatenate(side), which) for side in (begins, ends))
         intervals.append((begin, end))
     return intervals
@@ -180,12 +169,7 @@ def in_any_order(where: Intervals | None, keys: int) -> bool:
 @lru_cache(maxsize=64)
 def everything(queries: int, keys: int, device: torch.device) -> Intervals:
     """The intervals in which every query sees every key, as in most ranges of a long prompt."""
-    return on_device(np.stack([np.full((1, queries), edge, np.int32) for edge in (0, keys)]), device, rectangles=True)
-
-
-def on_device(host: np.ndarray, device: torch.device, rectangles: bool) -> Intervals:
-    begin, end = torch.from_numpy(host).to(device, non_blocking=True).unbind()
-    return Intervals(begin, end, rectangles_of(*host) if rectangles else None, tuple(host))
+    return on_device(tuple(np.full((1, queries), edge, np.int32) for edge in (0, keys)), device)
 
 
 @lru_cache(maxsize=32)
@@ -196,37 +180,22 @@ def guests_of(blocks: Layout, rank: int, together: int) -> tuple[Step, ...]:
     return steps_of(build(everyone, together=together), shards, rank)
 
 
-class Landing(NamedTuple):
-    """For the batch rows of one length: token source[i] of the chunk is written to local index target[i]."""
-
-    rows: tuple[int, ...]
-    source: Tensor
-    target: Tensor
-
-
 @lru_cache(maxsize=32)
 def landings(
     lengths: tuple[int, ...], n: int, order: Layout | None, stripes: Stripes, rank: int, device: torch.device
-) -> tuple[Landing, ...]:
-    """Which of the n tokens after these lengths a rank keeps; `order`: the layout whose shards order them."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
+    """Which of the n tokens after these lengths a rank keeps; `order`: the layout whose shards order them.
+
+    For the batch rows [n, 1] of each length: their tokens, and the local indices to which these are written.
+    """
     made = []
     for length in sorted(set(lengths)):
         positions = np.arange(length, length + n)
         mine = np.flatnonzero(stripes.owned(positions, rank))
         if len(mine):
-            source = mine if order is None else whereabouts(order)[mine]
+            source = mine if order is None else np.argsort(order.order())[mine]
             host = np.stack([source, stripes.below(positions[mine], rank)])
-            rows = tuple(i for i, each in enumerate(lengths) if each == length)
-            made.append(Landing(rows, *torch.from_numpy(host).to(device, non_blocking=True)))
+            rows = torch.tensor([[i] for i, each in enumerate(lengths) if each == length])
+            source, target = torch.from_numpy(host).to(device, non_blocking=True)
+            made.append((rows.to(device, non_blocking=True), source, target))
     return tuple(made)
-
-
-def whereabouts(layout: Layout) -> np.ndarray:
-    """The index of each position in the order of all shards."""
-    return np.argsort(layout.order())
-
-
-@lru_cache(maxsize=32)
-def whereabouts_on(device: torch.device, layout: Layout, n: int) -> Tensor:
-    """`whereabouts` of the first n positions, on the device."""
-    return torch.from_numpy(whereabouts(layout)[:n]).to(device)

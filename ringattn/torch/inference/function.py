@@ -25,12 +25,14 @@ from ringattn.layouts.layout import Layout
 from ringattn.masks.spec import AttentionSpec
 from ringattn.plans.plan import Plan
 from ringattn.serving import queries_at_once
+from ringattn.torch.attention.call import CAUSAL
 from ringattn.torch.attention.ring import with_next
 from ringattn.torch.attention.transfers import exchange_for
-from ringattn.torch.bind import CAUSAL, autocast
+from ringattn.torch.dispatch import autocast
 from ringattn.torch.inference.cache import KVCache
-from ringattn.torch.inference.call import Decode, Prefill, Visit, bind_decode, bind_prefill
-from ringattn.torch.inference.chunk import Chunk, guests_of, in_any_order, own_ranges, ranges_of, whereabouts_on
+from ringattn.torch.inference.call import Decode, Prefill, Visit, bind_decode, bind_prefill, visits_of
+from ringattn.torch.inference.chunk import Chunk, guests_of, in_any_order, ranges_of
+from ringattn.torch.sharding import inverse_of
 
 
 def prefill(
@@ -95,8 +97,9 @@ def decode_quickly(
 
     n, spec = q.shape[1], call.spec
     cache.make_room(n)
-    kept = spec.behind  # a call with other masks is not quick
-    where = append.append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=kept)
+    stripes, window = cache.stripes, spec.behind  # a call with other masks is not quick
+    local = stripes.origin, stripes.block, stripes.round, cache.rank * stripes.block  # this rank's positions
+    where = append.append(k, v, cache.k, cache.v, cache.filled, local, causal=spec.causal, window=window)
     splits = decode.splits_for(q, cache.v, cache.v.shape[1] if capturing else cache.reach(n))
     partials = decode.decode_splits(q, cache.k, cache.v, where, call.scale, spec.softcap, splits)
     if cache.ranks == 1:
@@ -166,9 +169,9 @@ class Guests:
         blocks = plan.tokens if plan.ring > 1 else Layout("contiguous", plan.tokens.padded_length, plan.ulysses)
         self.q = self.within.all_gather(q, 1).wait().contiguous()
         rows = self.q.shape[0] * self.q.shape[1] * self.q.shape[2]
-        at_home, *self.run = guests_of(blocks, self.axis.rank, queries_at_once(rows))
-        self.run.append(at_home)
-        self.here, trip = exchange_for(self.run[0], (self.q,))
+        local, *self.run = guests_of(blocks, self.axis.rank, queries_at_once(rows))
+        self.run.append(local)
+        self.current, trip = exchange_for(self.run[0], (self.q,))
         with self.axis.sharing(*trip, f"queries of step 1 of {len(self.run)}, prefill") as self.coming:
             pass  # the caller's work comes before `attend`, which waits
 
@@ -183,17 +186,17 @@ class Guests:
             label = f"step {i + 1} of {len(self.run)}, prefill"
             room, trip = exchange_for(following, (self.q,))
             with self.axis.sharing(*trip, f"queries after {label}") as coming:
-                partial = call.attend(self.here[0], cache, chunk._replace(queries=step.keys), call.most)
+                partial = call.attend(self.current[0], cache, chunk._replace(queries=step.keys), call.most)
             leaving.wait()
             if step.send or step.receive:
-                home = {r: Slices([x[r] for x in partials], rows) for r, rows in step.send.items()}
-                away = {r: Slices(partial, places.at) for r, places in step.receive.items()}
-                leaving = self.axis.move(away, home, what=f"partials of {label}")
+                into = {r: Slices([x[r] for x in partials], rows) for r, rows in step.send.items()}
+                outgoing = {r: Slices(partial, places.at) for r, places in step.receive.items()}
+                leaving = self.axis.move(outgoing, into, what=f"partials of {label}")
             else:
                 for x, mine in zip(partials, partial, strict=True):
                     x[self.axis.rank].copy_(mine)
             coming.wait()
-            self.here = room
+            self.current = room
             del partial
         if self.within.size == 1:
             return merged(partials, dtype)
@@ -212,23 +215,21 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
     axis, inner = axes_of(plan)
     local = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
     groups = tuple(local), tuple(r for r in range(cache.ranks) if r not in local)
-    chunk = chunk._replace(queries=plan.tokens.held(plan.ring_axis.rank, plan.ulysses_axis.rank))
+    chunk = chunk._replace(queries=plan.tokens.held(*plan.place))
     plans = ranges_of(chunk, groups, call.keys, q.device, kernels.needs_rectangles)
     sources = [r for r in range(axis.size) if r != axis.rank]
     visits: list[Visit] = []
-    for here, kept in ((each, kept) for ranges, kept in zip(plans, cache.memory(), strict=True) for each in ranges):
-        mine = [in_blocks(x[:, here.keys], cache.stripes.block, inner) for x in kept]
+    for part, kept in ((each, kept) for ranges, kept in zip(plans, cache.memory(), strict=True) for each in ranges):
+        mine = [in_blocks(x[:, part.keys], cache.stripes.block, inner) for x in kept]
         room = [x.new_empty(x.shape[0], len(sources), *x.shape[1:]) for x in mine]
         into = {r: [x[:, i] for x in room] for i, r in enumerate(sources)}
         with axis.sharing(dict.fromkeys(sources, mine), into, "cached keys") as coming:
-            partial = kernels.attend(q, [*visits, Visit(mine, here.seen[0])], partial)
+            partial = kernels.attend(q, [*visits, Visit(mine, part.seen[0])], partial)
         coming.wait()
-        visits = [in_order(room, here.seen[1])]
-    k, v = split_keys(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
-    placed = chunk.spec.chunk is not None or chunk.spec.first  # else the chunk's own tokens see each other as any do
-    own = chunk._replace(before=chunk.before if placed else (), holders=())
-    ranges = own_ranges(own, call.keys * cache.ranks, q.device, kernels.needs_rectangles)
-    partial = kernels.attend(q, [*visits, *(Visit((k[:, at], v[:, at]), where) for at, where in ranges)], partial)
+        visits = [in_order(room, part.seen[1])]
+    k, v = split_keys(new.wait().index_select(0, inverse_of(plan, q.device)[: chunk.tokens]), cache)
+    (ranges,) = ranges_of(chunk.alone, ((0,),), call.keys * cache.ranks, q.device, kernels.needs_rectangles)
+    partial = kernels.attend(q, [*visits, *visits_of(ranges, k, v)], partial)
     cache.keep(k, v, chunk.tokens)
     return partial or empty(q, cache.v.shape[-1])
 

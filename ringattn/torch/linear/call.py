@@ -1,14 +1,13 @@
 """A bound call of linear attention: all that is decided before states move, as in ringattn.torch.attention.call."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ringattn.check.arguments import of_arguments, of_arrays, of_returned
 from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
@@ -22,13 +21,11 @@ from ringattn.plans.plan import Plan
 from ringattn.plans.segments import BEFORE, choose, segments, uneven
 from ringattn.torch import agree
 from ringattn.torch.attention.ulysses import Real, cleared
-from ringattn.torch.bind import remember
-from ringattn.torch.check import have_tangents, of_dense, of_tangents, of_tensors
+from ringattn.torch.check import of_dense, of_tensors
 from ringattn.torch.handles import whole_on_one
-from ringattn.torch.linear.chains import Chains
 from ringattn.torch.linear.documents import Documents
-from ringattn.torch.linear.states import Passage
-from ringattn.torch.sharding import local_positions, real_tokens
+from ringattn.torch.linear.states import Chains, Passage
+from ringattn.torch.sharding import cached, own_positions, real_tokens
 
 MAX_KEPT_SHARE = 0.7  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
 
@@ -58,16 +55,15 @@ class LinearCall:
         self.parts = 1 if uneven(plan) else segments(plan)
         self.batch, _, H, V = x.v.shape
         self.real = real_tokens(plan, docs, x.q.device)
-        place = plan.ring_axis.rank, plan.ulysses_axis.rank
         self.returned = returned_states(return_state, x.initial_state, docs, self.batch)
         self.documents: Documents | None = None  # if states are one a document
         self.begin = None
         each = self.returned == "documents" or by_document(x.initial_state, docs, self.batch)
         if uneven(plan) or (docs is not None and each):
             packed = docs or Docs.from_lengths([plan.seq_len])
-            self.documents = Documents(plan, packed, *place, self.batch, x.q.device)
+            self.documents = Documents(plan, packed, self.batch, x.q.device)
         else:
-            self.begin = begins(plan, docs, *place, self.batch, x.q.device)
+            self.begin = begins(plan, docs, self.batch, x.q.device)
         self.kernel = selected(x, kernel)
         K, size = x.q.shape[3], 8 if x.q.dtype == torch.float64 else 4
         states = self.documents.count if self.documents and self.returned != "rows" else self.batch
@@ -75,7 +71,7 @@ class LinearCall:
         self.passages: Sequence[Passage | Chains] = ()  # of states from rank to rank, forward and backward
         if self.documents and uneven(plan) and not self.alone:
             starts = self.documents.starts
-            self.passages = [Chains(plan, starts, place, x.q.device, backward) for backward in (False, True)]
+            self.passages = [Chains(plan, starts, x.q.device, backward) for backward in (False, True)]
         elif not self.alone:
             way = choose(plan, scan, self.batch * H * K * size, V, 1 if x.beta is None else K)
             self.passages = [Passage(plan, way, backward) for backward in (False, True)]
@@ -91,8 +87,9 @@ class LinearCall:
         return self.rows_of([None if t is None else cleared(t, self.real) for t in x[:5]])
 
     def rows_of(self, tensors: Sequence[Tensor | None]) -> Inputs:
-        """This rank's segments as rows of the batch, [B * P, T / P, ...]."""
-        q, k, v, g, beta = (None if t is None else rows(t, self.parts) for t in tensors)
+        """This rank's segments as rows of the batch, [B * P, T / P, ...]; its documents, if they have states each."""
+        cut = self.documents.folded if self.documents else partial(rows, parts=self.parts)
+        q, k, v, g, beta = (None if t is None else cut(t) for t in tensors)
         assert q is not None and k is not None and v is not None
         return Inputs(q, k, v, g, beta, self.begin, self.scale)
 
@@ -106,85 +103,62 @@ class LinearCall:
 
 
 def bind(
-    x: Given, plan: Plan | None, docs: Docs | None, scale: Any, kernel: Any, scan: Any, gradients: bool,
-    check: bool | None, return_state: Any,
+    x: Given, plan: Any, docs: Docs | None, scale: Any, kernel: Any, scan: Any, gradients: bool, check: bool | None,
+    return_state: Any,
 ) -> LinearCall:  # fmt: skip
     """The call for these arguments. If they are wrong on one rank, all ranks raise the same error.
 
     Where `check` is requested, or left out on a CPU, the gates of every call are looked at.
     """
-    its_plan: Any = plan
-    call: LinearCall | None = None
+    call = None
     try:
-        its_plan = whole_on_one(x.q, x.q) if plan is None else plan
-        key = key_of(x, its_plan, docs, scale, kernel, scan, gradients, check, return_state)
-        if forward_ad._current_level < 0 or not have_tangents(*x):
-            call = its_plan.calls.get(key)
+        plan = whole_on_one(x.q, x.q) if plan is None else plan
+        key = agree.key_of(x, "linear_attention", plan, docs, scale, kernel, scan, gradients, check, return_state)
+        call = plan.axes.calls.get(key)
     except (AttributeError, TypeError, IndexError):
-        key = None  # not tensors, or not a plan: the checks report it
+        pass  # not tensors, or not a plan: the checks report it
     if call is not None:
         if call.looks or call.compared:
-            agree.agree(its_plan, call.words, of_numbers(x, call.real) if call.looks else None)
+            agree.agree(plan, call.words, of_numbers(x, call.real) if call.looks else None)
         return call
-    return make(x, its_plan, docs, scale, kernel, scan, gradients, check, return_state, key)
-
-
-def key_of(x: Given, *others: Any) -> tuple[Any, ...]:
-    """The key of a bound call: all of its arguments except the numbers in tensors."""
-    kinds = tuple([None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in x])
-    return "linear_attention", others, kinds
+    if wrong := problem(x, plan, docs, scale, kernel, scan, check, return_state):
+        agree.refuse(wrong, plan)
+    looks = x.q.device.type == "cpu" if check is None else check
+    wrong = of_numbers(x, real_tokens(plan, docs, x.q.device)) if looks else None
+    returned = returned_states(return_state, x.initial_state, docs, x.v.shape[0])
+    asked = f"{scale} {kernel} {scan} {returned}"  # alike in a compiled call and an eager one
+    words = agree.describe(plan, None, x._asdict(), docs, call="linear_attention", gradients=gradients, asked=asked)
+    agree.agree(plan, words, wrong)
+    call = LinearCall(x, plan, docs, scale, kernel, scan, gradients, return_state)
+    call.words, call.looks = words, looks
+    agree.remember(plan.calls, key, call)
+    return call
 
 
 def bound(x: Given, plan: Plan, docs: Docs | None, scale: float, kernel: str, scan: str, returned: str) -> LinearCall:
     """The call of a compiled backward pass."""
-    key = key_of(x, plan, docs, scale, kernel, scan, returned)
+    key = agree.key_of(x, "linear_attention", plan, docs, scale, kernel, scan, returned)
     call = plan.calls.get(key)
     if call is None:
         call = LinearCall(x, plan, docs, scale, kernel, scan, True, returned)
-        remember(plan.calls, key, call)
+        agree.remember(plan.calls, key, call)
     return call
 
 
-def make(
-    x: Given, plan: Any, docs: Any, scale: Any, kernel: Any, scan: Any, gradients: bool, check: bool | None,
-    return_state: Any, key: Any,
-) -> LinearCall:  # fmt: skip
-    """Check a call of a new kind, compare it with the other ranks, and cache it."""
-    if wrong := of_types(x, plan, docs, check, return_state):
-        agree.refuse(wrong, plan)
-    looks = x.q.device.type == "cpu" if check is None else check
-    wrong = problem(x, plan, docs, scale, kernel, scan)
-    wrong = wrong or (looks and of_numbers(x, real_tokens(plan, docs, x.q.device))) or None
-    returned = wrong or returned_states(return_state, x.initial_state, docs, x.v.shape[0])
-    asked, tensors = f"{scale} {kernel} {scan} {returned}", x._asdict()  # alike in a compiled call and an eager one
-    words = agree.describe(plan, None, tensors, docs, call="linear_attention", gradients=gradients, asked=asked)
-    agree.agree(plan, words, wrong)
-    call = LinearCall(x, plan, docs, scale, kernel, scan, gradients, return_state)
-    call.words, call.looks = words, looks
-    if not have_tangents(*x):
-        remember(plan.calls, key, call)
-    return call
-
-
-def of_types(x: Given, plan: Any, docs: Any, check: Any, return_state: Any) -> str | None:
-    """The arguments are of the types that they must have."""
-    q, k, v, *gates, initial_state = x
-    optional = {**dict(zip(("log_decay", "beta"), gates, strict=True)), "initial_state": initial_state}
-    return (
-        of_arguments(plan=plan, docs=docs, check=check)
-        or of_returned(return_state, docs)
-        or of_arrays({"q": q, "k": k, "v": v}, optional, plan)
-    )
-
-
-def problem(x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str) -> str | None:
-    """The first problem with the shapes, dtypes and devices of a call."""
+def problem(
+    x: Given, plan: Plan | None, docs: Docs | None, scale: float | None, kernel: str, scan: str, check: bool | None,
+    return_state: bool | str,
+) -> str | None:  # fmt: skip
+    """The first problem with the types, shapes, dtypes and devices of a call."""
     others = x._asdict()
     q, k, v = (others.pop(name) for name in "qkv")
+    wrong = of_arguments(plan=plan, docs=docs, check=check) or of_returned(return_state, docs)
+    if wrong := wrong or of_arrays({"q": q, "k": k, "v": v}, others, plan):
+        return wrong
+    plan = whole_on_one(q, q) if plan is None else plan
     wrong = (
         of_linear(q, k, v, x.log_decay, x.beta, plan, docs, plan.local_len)
         or of_tensors(q, k, v, linear=True)
-        or of_tangents(**others)
         or of_dense(**others)
         or of_scale(scale, q.shape[-1])
         or of_choice("kernel", kernel, ("auto", *(kernel_.name for kernel_ in linear.TABLE)))
@@ -242,17 +216,15 @@ def kept_states(kernel: LinearKernel, x: Inputs) -> ShapeAndDtype | None:
     return (sizes, dtype) if prod(sizes) * dtype.itemsize <= MAX_KEPT_SHARE * inputs else None
 
 
-@lru_cache(maxsize=32)
-def begins(
-    plan: Plan, docs: Docs | None, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device
-) -> Tensor | None:
+@cached
+def begins(plan: Plan, docs: Docs | None, batch: int, device: torch.device) -> Tensor | None:
     """The start of each token's document relative to its segment's first token, [1 or B * P, T / P]; None: earlier.
 
     Padding continues the last document; a row's first document, even an empty one, continues from the initial state.
     """
     if docs is None:
         return None
-    at = local_positions(plan, ring_rank, ulysses_rank)
+    at = own_positions(plan)
     rows = [(row, np.searchsorted(row, np.minimum(at, row[-1] - 1), "right") - 1) for row in docs.starts]
     starts = np.stack([np.where(i <= 0, BEFORE, row[i]) for row, i in rows])  # -1 if a row has no tokens
     P = segments(plan)

@@ -5,18 +5,15 @@
 
 A fragment is what a segment holds of a document; a segment of padding holds an empty one. It is cut into rows of
 equally many tokens, the last of which is filled up. The state before a row is the one behind the row before it; where a
-fragment begins it is the initial state of its document, or the state before the segment, which other ranks send. All of
-these follow from the maps of rows. So kernels need to know nothing of documents: to them rows are a batch, with a state
-before each and one behind each.
+fragment begins it is the initial state of its document, or the state before the segment, which other ranks send. So
+kernels need to know nothing of documents: to them rows are a batch.
 
 Between ranks travels one map a segment, as without documents: that of its last fragment (in reverse: of its first),
-with a factor of 0 unless one document passes the whole segment. Where a document ends, nobody uses it. In the balanced
-layout, where segments are of any length, only those that are used travel (chains.py).
+with a factor of 0 unless one document passes the whole segment.
 
 Documents are counted row by row of the batch, as many in each: document i of row b is number b * width + i.
 """
 
-from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -27,11 +24,10 @@ from torch.nn import functional as F
 
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs, Map
-from ringattn.layouts.layout import Shard
 from ringattn.masks.spec import Docs
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import pieces, segments
-from ringattn.torch.exchange import hop
+from ringattn.torch.sharding import summed
 
 BLOCK = 64  # tokens: what a kernel computes at once, and about what a row costs beside its tokens, for its map
 TOKENS_PER_LEVEL = 1024  # its cost on a GPU, where a launch waits for the level before; on a CPU nothing
@@ -47,10 +43,10 @@ class Documents:
     pairs: entry i of one goes with entry i of the other.
     """
 
-    def __init__(self, plan: Plan, docs: Docs, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device):
-        P, width = segments(plan), docs.starts.shape[1] - 1
-        every, rank = pieces(plan), ring_rank * plan.ulysses + ulysses_rank
-        mine = [*every[rank], *[range(0)] * (P - len(every[rank]))]
+    def __init__(self, plan: Plan, docs: Docs, batch: int, device: torch.device):
+        P, width, (ring_rank, ulysses_rank) = segments(plan), docs.starts.shape[1] - 1, plan.place
+        mine = pieces(plan)[ring_rank * plan.ulysses + ulysses_rank]
+        mine = [*mine, *[range(0)] * (P - len(mine))]
         self.device, self.segments, self.count = device, batch * P, batch * width
         self.tokens, self.alone = (batch, plan.local_len), plan.ring * plan.ulysses == 1
         starts = np.repeat(np.broadcast_to(docs.starts, (batch, width + 1)), P, 0)  # [B * P, documents and one more]
@@ -69,45 +65,31 @@ class Documents:
         self.levels = [int((rows > n).sum()) for n in range(rows.max())]
         self.joined = not self.alone or len(self.levels) > 1  # whether maps of rows are needed
         offset = np.cumsum([0, *self.levels])
-        own = np.argsort(np.argsort(-rows, kind="stable"))
-        last = offset[rows - 1] + own
+        number = np.argsort(np.argsort(-rows, kind="stable"))
+        last = offset[rows - 1] + number
 
         def pair(which: Ints, *fields: Ints) -> list[Tensor]:
             return [self.index(x[which]) for x in fields]
 
-        self.begun, self.resumed = pair(begins, own, document), pair(~begins, own, segment)
-        self.ended, self.left = pair(ends, own, last), pair(~ends, own, segment)  # the former by document
+        self.begun, self.resumed = pair(begins, number, document), pair(~begins, number, segment)
+        self.ended, self.left = pair(ends, number, document), pair(~ends, number, segment)
+        self.ends = self.index(last[ends])  # the rows of the former's last tokens
         each = np.arange(self.segments)
-        self.first_rows = self.index(own[np.searchsorted(segment, each)])
+        self.first_rows = self.index(number[np.searchsorted(segment, each)])
         self.last_rows = self.index(last[np.searchsorted(segment, each, "right") - 1])
         passing = np.flatnonzero(~begins & ~ends & (tokens > 0))
-        self.passing = [(int(segment[f]), (offset[: rows[f]] + own[f]).tolist()) for f in passing]
+        self.passing = [(int(segment[f]), (offset[: rows[f]] + number[f]).tolist()) for f in passing]
 
         at = np.arange(tokens.sum()) - np.repeat(np.cumsum(tokens) - tokens, tokens)  # in its fragment
         before = np.cumsum([0, *map(len, mine)])[segment % P] + segment // P * plan.local_len  # tokens of the segment
         token = np.repeat(before + begin - first[segment, 0], tokens) + at
         self.shape = int(offset[-1]), L
-        self.places = self.inverses(token, (offset[at // L] + np.repeat(own, tokens)) * L + at % L)
+        self.places = self.inverses(token, (offset[at // L] + np.repeat(number, tokens)) * L + at % L)
 
         self.starts: Ints = np.broadcast_to(docs.starts, (batch, width + 1))
-        self.find_ends(plan, every, ring_rank)
-
-    def find_ends(self, plan: Plan, every: list[Shard], ring_rank: int) -> None:
-        """Which rank has the last token of each document, and which document is the last one with tokens of each row.
-
-        `every` are the segments of all ranks.
-        """
-        starts = self.starts
-        holders = np.array(sorted((r.start, number) for number, each in enumerate(every) for r in each))
-        empty = starts[:, 1:] == starts[:, :-1]
-        last_tokens = np.maximum(starts[:, 1:].ravel() - 1, 0)
-        owner = holders[np.searchsorted(holders[:, 0], last_tokens, "right") - 1, 1]
-        self.empty, real = self.index(np.flatnonzero(empty)), np.flatnonzero(~empty)
-        self.order = self.index(real[np.argsort(owner[real], kind="stable")])  # by rank
-        counts = np.bincount(owner[real], minlength=plan.ring * plan.ulysses).reshape(plan.ring, plan.ulysses)
-        self.of_ulysses, self.of_ring = counts[ring_rank].tolist(), counts.sum(1).tolist()
-        batch, width = empty.shape
-        final = np.where(empty.all(1), 0, width - 1 - np.argmin(empty[:, ::-1], 1))
+        empty = self.starts[:, 1:] == self.starts[:, :-1]
+        self.empty = self.index(np.flatnonzero(empty))
+        final = np.where(empty.all(1), 0, width - 1 - np.argmin(empty[:, ::-1], 1))  # of each row, with tokens
         self.final = self.index(np.arange(batch) * width + final)
 
     def index(self, x: Ints, dtype: Any = np.int64) -> Tensor:
@@ -134,11 +116,6 @@ class Documents:
         _, _, slot, padding = self.places
         return x.flatten(0, 1).index_select(0, slot).index_fill_(0, padding, 0).unflatten(0, self.tokens)
 
-    def inputs(self, tensors: Sequence[Tensor | None], scale: float) -> Inputs:
-        q, k, v, g, beta = (None if x is None else self.folded(x) for x in tensors)
-        assert q is not None and k is not None and v is not None
-        return Inputs(q, k, v, g, beta, None, scale)
-
     def of_documents(self, initial: Tensor | None) -> Tensor | None:
         """The initial state of each document; a state a row is that of the row's first document, the others' are 0."""
         if initial is None or len(initial) == self.count:
@@ -150,8 +127,8 @@ class Documents:
         return self.put(like, (self.begun, initial), (self.resumed, segments))
 
     def behind(self, ends: Tensor | None, segments: Tensor | None, like: Tensor) -> Tensor:
-        """The gradient for the state behind each fragment; `ends` are those behind the documents that end here."""
-        return self.put(like, (self.left, segments), ((self.ended[0], slice(None)), ends))
+        """The gradient for the state behind each fragment, from those behind documents and segments; None are zeros."""
+        return self.put(like, (self.left, segments), (self.ended, ends))
 
     def put(self, like: Tensor, *given: tuple[Any, Tensor | None]) -> Tensor:
         """One state a fragment [F, ...] from pairs (to, source) and the states of their sources; None are zeros."""
@@ -189,29 +166,19 @@ class Documents:
     def of_segments(self, maps: Map, states: Tensor, backward: bool = False) -> Map:
         """The map of each segment [B * P, ...]; `states` are those before rows, backward those behind."""
         leaving = self.first_rows if backward else self.last_rows
-        own = Map(*(x.index_select(0, leaving) for x in maps))
-        factor = torch.zeros_like(own.factor)
+        mine = Map(*(x.index_select(0, leaving) for x in maps))
+        factor = torch.zeros_like(mine.factor)
         for segment, rows in self.passing:
             of_rows = (Map(maps.factor[r], maps.kv[r]) for r in (rows[::-1] if backward else rows))
             factor[segment] = reduce(Map.then, of_rows).factor
-        return Map(factor, own.after(states.index_select(0, leaving)))
+        return Map(factor, mine.after(states.index_select(0, leaving)))
 
-    def shared(self, plan: Plan, ends: Tensor, initial: Tensor | None) -> Tensor:
-        """The state behind each document on every rank; `ends` are those of the documents that end on this rank."""
-        what = "the states behind documents"
-        shard = hop(plan.ulysses_axis, [ends] * plan.ulysses, self.of_ulysses, what)
-        every = hop(plan.ring_axis, [shard] * plan.ring, self.of_ring, what)
-        behind = ends.new_zeros(self.count, *ends.shape[1:]).index_copy_(0, self.order, every)
-        return behind if initial is None else behind.index_copy_(0, self.empty, initial.index_select(0, self.empty))
-
-    def delivered(self, plan: Plan, share: Tensor) -> Tensor:
-        """The reverse: the sum of all ranks' shares [documents, ...] for the documents that end on this rank."""
-        share = share.index_select(0, self.order)
-        for axis, sizes in ((plan.ring_axis, self.of_ring), (plan.ulysses_axis, self.of_ulysses)):
-            mine = sizes[axis.rank]
-            every = hop(axis, share.split(sizes), [mine] * axis.size, "the gradients for states behind documents")
-            share = every.view(axis.size, mine, *share.shape[1:]).sum(0)
-        return share
+    def shared(self, plan: Plan, behind: Tensor, initial: Tensor | None) -> Tensor:
+        """The state behind each document, on every rank, from those behind rows."""
+        ends = behind.new_zeros(self.count, *behind.shape[1:])
+        ends.index_copy_(0, self.ended[1], behind.index_select(0, self.ends))
+        ends = summed(ends, plan.ulysses_axis, plan.ring_axis)  # one rank has each
+        return ends if initial is None else ends.index_copy_(0, self.empty, initial.index_select(0, self.empty))
 
     def of_initial(self, dbefore: Tensor, dend: Tensor | None, initial: Tensor | None) -> Tensor | None:
         """This rank's share of the gradient for the initial state, from those for the states before rows."""

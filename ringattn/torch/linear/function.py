@@ -16,9 +16,10 @@ from torch import Tensor
 from ringattn.kernels.arrays import accumulator
 from ringattn.torch.agree import agree
 from ringattn.torch.attention.ulysses import cleared
-from ringattn.torch.dispatch import no_autocast, no_view, once
+from ringattn.torch.dispatch import first_order, no_autocast, no_view
 from ringattn.torch.linear.call import Given, LinearCall
 from ringattn.torch.linear.documents import state_of
+from ringattn.torch.sharding import summed
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor | None, ...]  # in the order of `Given`
@@ -39,7 +40,7 @@ class LinearAttention(torch.autograd.Function):
         *tensors, start, kept = ctx.saved_tensors
         return None, *backward(ctx.call, Given(*tensors), start, kept, dout, dend)
 
-    backward = once(run_backward, "ringattn.linear_attention")
+    backward = first_order(run_backward, "ringattn.linear_attention")
 
 
 def forward(call: LinearCall, given: Given) -> Outputs:
@@ -85,7 +86,8 @@ def backward(
         transfer: Any = None
         if call.passages:
             passage: Any = call.passages[1]
-            transfer = passage.start(back.map, None if dend is None else passage.total(dend))
+            total = None if dend is None else summed(dend, call.plan.ulysses_axis, call.plan.ring_axis)
+            transfer = passage.start(back.map, total)
         scan: Any = kept
         if kept is None:  # recompute them while the gradients of the states travel
             scan = call.kernel.scan_states(x, maps=False)
@@ -103,17 +105,17 @@ def forward_by_documents(call: LinearCall, given: Given) -> tuple[Tensor, Tensor
     """(out, the state behind each document, and for backward the states before segments and before rows)."""
     d = call.documents
     assert d is not None
-    x, initial = d.inputs(given[:5], call.scale), d.of_documents(given.initial_state)
+    x, initial = call.rows_of(given[:5]), d.of_documents(given.initial_state)
     like = state_of(x)
-    own = call.kernel.scan_states(x, maps=d.joined)
+    scan = call.kernel.scan_states(x, maps=d.joined)
     transfer: Any = None
     if not d.alone:
-        assert own.map is not None
-        before = d.walked(own.map, d.before(initial, None, like))
-        transfer = call.passages[0].start(d.of_segments(own.map, before))
-    starts = cache(lambda: d.walked(own.map, d.before(initial, transfer.before() if transfer else None, like)))
-    out, behind = call.kernel.read_out(x, own, starts)
-    end = d.shared(call.plan, behind.index_select(0, d.ended[1]), initial) if call.returned else None
+        assert scan.map is not None
+        before = d.walked(scan.map, d.before(initial, None, like))
+        transfer = call.passages[0].start(d.of_segments(scan.map, before))
+    starts = cache(lambda: d.walked(scan.map, d.before(initial, transfer.before() if transfer else None, like)))
+    out, behind = call.kernel.read_out(x, scan, starts)
+    end = d.shared(call.plan, behind, initial) if call.returned else None
     if call.returned == "rows" and end is not None:
         end = end.index_select(0, d.final)
     return d.whole(out), end, transfer.before() if transfer else None, starts()
@@ -125,23 +127,23 @@ def backward_by_documents(
     """As `backward`. Without the states before rows they are found again, from those before segments."""
     d = call.documents
     assert d is not None
-    x, initial = d.inputs(given[:5], call.scale), d.of_documents(given.initial_state)
+    x, initial = call.rows_of(given[:5]), d.of_documents(given.initial_state)
     like, dout = state_of(x), d.folded(dout)
     if call.returned == "rows" and dend is not None:
         dend = dend.new_zeros(d.count, *dend.shape[1:]).index_copy_(0, d.final, dend)
     back = call.kernel.scan_gradients(x, dout, maps=d.joined)
-    dends = None if dend is None else d.delivered(call.plan, dend)
+    dends = None if dend is None else summed(dend, call.plan.ulysses_axis, call.plan.ring_axis)
     transfer: Any = None
     if not d.alone:
         assert back.map is not None
         behind = d.walked_back(back.map, d.behind(dends, None, like))
         transfer = call.passages[1].start(d.of_segments(back.map, behind, True))
-    own = call.kernel.scan_states(x, maps=d.joined and starts is None)
+    scan = call.kernel.scan_states(x, maps=d.joined and starts is None)
     if starts is None:
-        starts = d.walked(own.map, d.before(initial, segments, like))
+        starts = d.walked(scan.map, d.before(initial, segments, like))
     dbehind: Callable[[], Tensor] = cache(
         lambda: d.walked_back(back.map, d.behind(dends, transfer.before() if transfer else None, like))
     )
-    *grads, dbefore = call.kernel.gradients(x, own, starts, back, dout, dbehind)
+    *grads, dbefore = call.kernel.gradients(x, scan, starts, back, dout, dbehind)
     dinitial = d.of_initial(dbefore, dend, given.initial_state)
     return *(None if t is None else d.whole(t) for t in grads), dinitial

@@ -13,11 +13,9 @@ from ringattn.masks.spec import Docs
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import order, segments, uneven
 from ringattn.torch.dispatch import differentiate, fake, op
-from ringattn.torch.exchange import Exchange
 from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.linear.call import begins
-from ringattn.torch.linear.states import gathered
-from ringattn.torch.sharding import cached, own_positions
+from ringattn.torch.sharding import Exchange, cached, own_positions, summed
 
 
 def causal_convolution(
@@ -25,27 +23,24 @@ def causal_convolution(
 ) -> Tensor:
     """y_t = sum over i < W of weight[:, i] * x_{t-i}, along the whole sequence and within its documents.
 
-    `first` [B, W - 1, C] are the tokens before the sequence, the same on every rank; zeros if not given.
+    `first` [B, W - 1, C] are the tokens before the sequence, the same on every rank, without a gradient; by default
+    zeros.
     """
     plan = whole_on_one(x_BTC, x_BTC) if plan is None else plan
-    text = text_of(plan)
-    if first is not None and first.requires_grad and torch.is_grad_enabled():
-        raise ValueError("first has no gradient; pass first.detach()")
     P, W = segments(plan), weight_CW.shape[1]
     if uneven(plan):
         if first is not None:
             raise ValueError(f"first= is for layouts of equally long segments, not for layout={plan.layout!r}")
         shifted = [x_BTC, *(plan.roll(x_BTC, i, docs=docs) for i in range(1, W))]
         return sum((x * weight_CW[:, i] for i, x in enumerate(shifted[1:], 1)), x_BTC * weight_CW[:, 0])
-    halo = torch.ops.ringattn.tokens_before(x_BTC, first, text, W - 1)
+    halo, begin = torch.ops.ringattn.tokens_before(x_BTC, first, starts_of(docs), text_of(plan), W - 1)
     rows = torch.cat([halo, x_BTC.unflatten(1, (P, -1))], 2).flatten(0, 1)  # [B * P, W - 1 + T / P, C]
     length = rows.shape[1] - (W - 1)
-    begin = None if docs is None else torch.ops.ringattn.begins(x_BTC, starts_of(docs), text)
     at = torch.arange(length, device=x_BTC.device)
     y = rows[:, W - 1 :] * weight_CW[:, 0]
     for i in range(1, W):
         earlier = rows[:, W - 1 - i : W - 1 - i + length]
-        if begin is not None:
+        if docs is not None:
             earlier = torch.where((begin <= at - i)[..., None], earlier, 0.0)
         y = y + earlier * weight_CW[:, i]
     return y.unflatten(0, (-1, P)).flatten(1, 2)
@@ -63,14 +58,14 @@ def last_tokens(
     row, token = ((at >= 0) & (at < count)).nonzero(as_tuple=True)
     tokens = x_BTC.new_zeros(len(x_BTC), count, x_BTC.shape[2])
     tokens[row, at[row, token]] = x_BTC[row, token]
-    tokens = gathered(gathered(tokens, plan.ulysses_axis).sum(0), plan.ring_axis).sum(0)
+    tokens = summed(tokens, plan.ulysses_axis, plan.ring_axis)  # one rank has each
     if first is not None and plan.seq_len < count:
         tokens[:, : count - plan.seq_len] = first[:, plan.seq_len :]
     return tokens
 
 
 @cached
-def halo_of(plan: Plan, count: int, place: tuple[int, int], device: torch.device) -> Exchange:
+def halo_of(plan: Plan, count: int, device: torch.device) -> Exchange:
     """Every segment gets the `count` tokens before it; the slots of a rank are those of its segments, in turn."""
     P, length = segments(plan), plan.local_len // segments(plan)
     segment = np.array([(r * plan.ulysses + u) * P + p for r, u, p in order(plan)])  # rank by rank
@@ -78,32 +73,37 @@ def halo_of(plan: Plan, count: int, place: tuple[int, int], device: torch.device
     i, token = np.divmod(np.maximum(at, 0), length)
     source = np.empty_like(at)
     source[segment] = np.where(at < 0, -1, segment[i] * length + token)
-    return Exchange((plan.ring, plan.ulysses, plan.local_len), place, source.ravel(), device)
+    return Exchange(plan, plan.local_len, source.ravel(), device)
 
 
 @op("tokens_before")
-def tokens_before(x: Tensor, first: Tensor | None, plan: str, count: int) -> Tensor:
-    """[B, P, count, C]: the tokens just before each segment; `first`, or zeros, before the sequence."""
+def tokens_before(x: Tensor, first: Tensor | None, docs: Tensor | None, plan: str, count: int) -> tuple[Tensor, Tensor]:
+    """[B, P, count, C]: the tokens just before each segment; `first`, or zeros, before the sequence. With documents,
+    also where that of each token begins in its segment, [1 or B * P, T / P].
+    """
     live = plan_of(plan, x.shape[1], x.shape[1])
-    halo, P = halo_of(live, count, (live.ring_axis.rank, live.ulysses_axis.rank), x.device), segments(live)
+    halo, P = halo_of(live, count, x.device), segments(live)
     tokens = halo.carry(x, live, 1).unflatten(1, (P, count)).contiguous()
     if first is not None:
         for p, start in enumerate(own_positions(live).reshape(P, -1)[:, 0].tolist()):
             tokens[:, p, : max(count - start, 0)] = first[:, start:]
-    return tokens
+    begin = begins(live, docs_of(docs, live.seq_len), len(x), x.device)
+    return tokens, x.new_empty(0, dtype=torch.int32) if begin is None else begin.clone()
 
 
 @fake("tokens_before")
-def _(x: Tensor, first: Tensor | None, plan: str, count: int) -> Tensor:
-    return x.new_empty(len(x), segments(spread(plan)), count, x.shape[2])
+def _(x: Tensor, first: Tensor | None, docs: Tensor | None, plan: str, count: int) -> tuple[Tensor, Tensor]:
+    P = segments(spread(plan))
+    rows = 0 if docs is None else len(docs) if P == 1 or len(docs) == len(x) else len(x)
+    begin = x.new_empty((rows * P, x.shape[1] // P) if rows else 0, dtype=torch.int32)
+    return x.new_empty(len(x), P, count, x.shape[2]), begin
 
 
 @op("tokens_before_backward")
 def tokens_before_backward(grad: Tensor, plan: str, length: int) -> Tensor:
     """The gradients of all halos, sent to the ranks of their tokens."""
     live = plan_of(plan, length, length)
-    halo = halo_of(live, grad.shape[2], (live.ring_axis.rank, live.ulysses_axis.rank), grad.device)
-    return halo.carry_back(grad.flatten(1, 2), live, 1).contiguous()
+    return halo_of(live, grad.shape[2], grad.device).carry_back(grad.flatten(1, 2), live, 1).contiguous()
 
 
 @fake("tokens_before_backward")
@@ -111,30 +111,13 @@ def _(grad: Tensor, plan: str, length: int) -> Tensor:
     return grad.new_empty(len(grad), length, grad.shape[3])
 
 
-@op("begins")
-def begins_of(x: Tensor, docs: Tensor, plan: str) -> Tensor:
-    """`begins` on the device of x, as one node of a compiled graph."""
-    live = plan_of(plan, x.shape[1], x.shape[1])
-    ranks = live.ring_axis.rank, live.ulysses_axis.rank
-    index = begins(live, docs_of(docs, live.seq_len), *ranks, len(x), x.device)
-    assert index is not None
-    return index.clone()
-
-
-@fake("begins")
-def _(x: Tensor, docs: Tensor, plan: str) -> Tensor:
-    P = segments(spread(plan))
-    rows = len(docs) if P == 1 or len(docs) == len(x) else len(x)
-    return x.new_empty(rows * P, x.shape[1] // P, dtype=torch.int32)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, ctx.text, _ = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, *_, ctx.text, _ = inputs
     ctx.plan, ctx.length = ctx.text and of_text(ctx.text), x.shape[1]  # as in attention
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return torch.ops.ringattn.tokens_before_backward(grad, ctx.text, ctx.length), None, None, None
+    return torch.ops.ringattn.tokens_before_backward(grad, ctx.text, ctx.length), *[None] * 4
 
 
-differentiate("tokens_before", _save, _backward)
+differentiate("tokens_before", _save, _backward, count=1)

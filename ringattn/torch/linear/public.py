@@ -11,29 +11,20 @@ from ringattn.kernels.linear.maps import Inputs
 from ringattn.masks.spec import Docs, raise_if
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import segments, uneven
-from ringattn.torch.bind import autocast, traced
-from ringattn.torch.dispatch import differentiate, fake, op
+from ringattn.torch.dispatch import autocast, differentiate, fake, gradients_like, op, traced
 from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.linear import function
-from ringattn.torch.linear.call import Given, bind, bound, kept_states, of_types, problem, rows, selected
+from ringattn.torch.linear.call import Given, bind, bound, kept_states, problem, rows, selected
+
+TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial, Tensor? docs"  # of both ops
 
 
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    plan: Plan | None = None,
-    *,
-    beta: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool | str = False,
-    docs: Docs | None = None,
-    scale: float | None = None,
-    kernel: str = "auto",
-    scan: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, plan: Plan | None = None, *,
+    beta: Tensor | None = None, initial_state: Tensor | None = None, return_state: bool | str = False,
+    docs: Docs | None = None, scale: float | None = None, kernel: str = "auto", scan: str = "auto",
     check: bool | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
     q, k, v = autocast(q, k, v)
     x = Given(q, k, v, log_decay, beta, initial_state)
@@ -53,11 +44,10 @@ def linear_op(
     check: bool | None, return_state: bool | str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, end) by the op `ringattn::linear_attention`."""
-    raise_if(of_types(x, plan, docs, check, return_state))
-    plan = whole_on_one(x.q, x.q) if plan is None else plan
     if check and torch.compiler.is_compiling():
         raise ValueError("check=True reads the gates, which a compiled graph cannot; check outside torch.compile")
-    raise_if(problem(x, plan, docs, scale, kernel, scan))
+    raise_if(problem(x, plan, docs, scale, kernel, scan, check, return_state))
+    plan = whole_on_one(x.q, x.q) if plan is None else plan
     look = (x.q.device.type == "cpu" if check is None else check) and not torch.compiler.is_compiling()
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
     out, end, *_ = torch.ops.ringattn.linear_attention(
@@ -67,98 +57,61 @@ def linear_op(
     return out, end
 
 
-@op("linear_attention")
-def forward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor | None,
-    docs: Tensor | None,
-    plan: str,
-    look: bool,
-    scale: float,
-    kernel: str,
-    scan: str,
-    returned: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@op(
+    "linear_attention",
+    f"({TENSORS}, str plan, bool look, float scale, str kernel, str scan, str returned, bool keep)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def forward_op(*inputs: Any) -> tuple[Tensor, ...]:
     """`function.forward`; a missing tensor is an empty one."""
-    live = plan_of(plan, q.shape[1], q.shape[1])
-    packed = docs_of(docs, live.seq_len)
-    given = Given(q, k, v, g, beta, initial)
+    *tensors, docs, plan, look, scale, kernel, scan, returned, keep = inputs
+    x = Given(*tensors)
+    live = plan_of(plan, x.q.shape[1], x.q.shape[1])
     returned_as = returned if returned == "documents" else bool(returned)
-    call = bind(given, live, packed, scale, kernel, scan, keep, look, returned_as)
-    out, *rest = function.forward(call, given)
+    call = bind(x, live, docs_of(docs, live.seq_len), scale, kernel, scan, keep, look, returned_as)
+    out, *rest = function.forward(call, x)
     if call.documents is not None:
         rest[-1] = None  # as many as there are rows, which a graph cannot know: backward finds them again
-    end, start, kept = (q.new_empty(0, dtype=accumulator(q)) if x is None else x for x in rest)
-    return out, end, start, kept
+    return out, *(x.q.new_empty(0, dtype=accumulator(x.q)) if t is None else t for t in rest)
 
 
 @fake("linear_attention")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, initial: Any, docs: Any, plan: str, look: bool, scale: float,
-    kernel: str, scan: str, returned: str, keep: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    (B, T, H, V), K, live, dtype = v.shape, q.shape[3], spread(plan), accumulator(q)
-    P = segments(live)
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    *tensors, docs, plan, _, scale, kernel, _, returned, keep = inputs
+    x, live = Given(*tensors), spread(plan)
+    (B, T, H, V), K, P, dtype = x.v.shape, x.q.shape[3], segments(live), accumulator(x.q)
     width = 1 if docs is None else docs.shape[1] - 1
+    initial = x.initial_state
     each = returned == "documents" or (width > 1 and initial is not None and initial.shape[0] == B * width)
-    end = q.new_empty(0, dtype=dtype)
-    if returned:
-        end = q.new_empty(B * width if each else B, H, K, V, dtype=dtype)
+    end = (B * width if each else B, H, K, V) if returned else (0,)
     kept = None
     if keep and not each and not uneven(live):
-        g, beta = (None if t is None else rows(t, P) for t in (g, beta))
-        x = Inputs(rows(q, P), rows(k, P), rows(v, P), g, beta, None, scale)
-        kept = kept_states(selected(Given(q, k, v, g, beta), kernel), x)
-    walked = keep and kept is None and live.ring * live.ulysses > 1
-    start = q.new_empty(B * P, H, K, V, dtype=dtype) if walked else q.new_empty(0, dtype=dtype)
-    sizes, kept_dtype = kept or ((0,), dtype)
-    return q.new_empty(B, T, H, V), end, start, q.new_empty(sizes, dtype=kept_dtype)
+        of_rows: Any = (None if t is None else rows(t, P) for t in x[:5])
+        kept = kept_states(selected(x, kernel), Inputs(*of_rows, None, scale))
+    start = (B * P, H, K, V) if keep and kept is None and live.ring * live.ulysses > 1 else (0,)
+    sizes = ((B, T, H, V), x.q.dtype), (end, dtype), (start, dtype), kept or ((0,), dtype)
+    return tuple([x.q.new_empty(size, dtype=kind) for size, kind in sizes])
 
 
-@op("linear_attention_backward")
-def backward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor | None,
-    docs: Tensor | None,
-    start: Tensor,
-    kept: Tensor,
-    dout: Tensor | None,
-    dend: Tensor | None,
-    plan: str,
-    scale: float,
-    kernel: str,
-    scan: str,
-    returned: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@op(
+    "linear_attention_backward",
+    f"({TENSORS}, Tensor start, Tensor kept, Tensor? dout, Tensor? dend, str plan, float scale, str kernel, str scan, "
+    "str returned) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def backward_op(*inputs: Any) -> tuple[Tensor, ...]:
     """`function.backward`; a missing tensor is an empty one."""
-    live = plan_of(plan, q.shape[1], q.shape[1])
-    packed = docs_of(docs, live.seq_len)
-    given = Given(q, k, v, g, beta, initial)
-    call = bound(given, live, packed, scale, kernel, scan, returned)
-    before, every = (x if x.numel() else None for x in (start, kept))
-    grads = function.backward(call, given, before, every, dout, dend)
-    dq, dk, dv, dg, dbeta, dinitial = (start.new_empty(0) if x is None else x for x in grads)
-    return dq, dk, dv, dg, dbeta, dinitial
+    *tensors, docs, start, kept, dout, dend, plan, scale, kernel, scan, returned = inputs
+    x = Given(*tensors)
+    live = plan_of(plan, x.q.shape[1], x.q.shape[1])
+    call = bound(x, live, docs_of(docs, live.seq_len), scale, kernel, scan, returned)
+    before, every = (t if t.numel() else None for t in (start, kept))
+    grads = function.backward(call, x, before, every, dout, dend)
+    return tuple([start.new_empty(0) if t is None else t for t in grads])
 
 
 @fake("linear_attention_backward")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, initial: Any, docs: Any, start: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    contiguous = torch.contiguous_format
-    grads = [torch.empty_like(x, memory_format=contiguous) for x in (q, k, v)]
-    for x in (g, beta, initial):
-        grads.append(start.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous))
-    return tuple(grads)
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    return gradients_like(inputs[:6], inputs[7])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -176,4 +129,4 @@ def _backward(ctx: Any, dout: Tensor | None, dend: Tensor | None) -> tuple[Any, 
     return *(None if x is None else dx for x, dx in zip(tensors, grads, strict=True)), *[None] * 8
 
 
-differentiate("linear_attention", _save, _backward, shown=2)
+differentiate("linear_attention", _save, _backward, count=2)
