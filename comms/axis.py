@@ -67,9 +67,9 @@ def roles(axes: Mapping[str, Any] | None, names: Sequence[str], framework: str) 
             f"axes={axes!r}: each axis has one role, and 'sequence' stands for 'ring' and 'ulysses', which the plan "
             "makes of it"
         )
-    own = [] if "sequence" in given else ["ring", "ulysses"]
-    own += [] if {"ring", "ulysses"} & set(given) else ["sequence"]
-    return {**{role: (role,) for role in own if role in names and role not in taken}, **given}
+    implied = [] if "sequence" in given else ["ring", "ulysses"]
+    implied += [] if {"ring", "ulysses"} & set(given) else ["sequence"]
+    return {**{role: (role,) for role in implied if role in names and role not in taken}, **given}
 
 
 class Slices(Sequence[Any]):
@@ -96,6 +96,9 @@ class Pending(Protocol):
 
     def wait(self) -> Any:
         """Finish the transfer and return what arrived."""
+
+
+Sharing = AbstractContextManager[Pending]  # a transfer beside the work of a `with` statement
 
 
 class Done:
@@ -164,21 +167,21 @@ class Axis(Protocol):
     cheap_words: bool  # whether exchange_words is cheap compared with a call
     hosts: int  # the number of hosts, if each holds equally many consecutive ranks; else, or if unknown, 0
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
         """Send the tensors of `out` to their ranks, and receive those of `into` from their ranks.
 
         The tensors that rank a sends to b and those that b receives from a have the same shapes in the same order. If a
-        rank is lost, the error of its peer names the transfer with `what`. `fills`: kernels that run meanwhile may
+        rank is lost, the error of its peer names the transfer with `what`. `persistent`: kernels that run meanwhile may
         occupy the device until they end, so the transfer launches none of its own.
         """
         return Done()
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Sharing:
         """`with axis.sharing(...) as coming`: a move beside the work of the body.
 
         Readers that get the same object in `out` may read it from one place. Objects are shared in the order of `out`,
-        and a receiver knows how long those before its own are (`Slices.after`). Wait for `coming` after the body: a
-        transfer may be launched before the body or after it, whichever the transport hides better. `fills`: as in
+        and a receiver knows how long those before its part are (`Slices.after`). Wait for `coming` after the body: a
+        transfer may be launched before the body or after it, whichever the transport hides better. `persistent`: as in
         `move`, for the body's kernels; what they would delay is launched before them.
         """
         return nullcontext(Done())

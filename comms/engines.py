@@ -10,8 +10,8 @@ import torch
 
 OUT, IN = 0, 1  # the two lanes
 RELEASE = 2  # a third lane, which sets the flags that the others wait for in vain
-FEWEST_COPIES, COPIES_BY_DRIVER = 3, 256  # so many over a link, but fewer than COPIES_BY_DRIVER, are one kernel,
-SMALL_COPY = 8 * 2**20  # if they have fewer bytes than this on average
+MIN_IN_KERNEL, MAX_IN_KERNEL = 3, 255  # so many copies over a link are one kernel,
+MAX_AVERAGE = 8 * 2**20  # if they have fewer bytes than this on average
 PROGRAMS = {OUT: 96, IN: 32}  # of the kernel, at most: as fast as more, and they leave multiprocessors to others
 
 
@@ -26,8 +26,8 @@ class Copy(NamedTuple):
     source_pitch: int = 0
 
 
-def are_one(lane: int, copies: Sequence[Copy], fills: bool) -> bool:
-    """Whether one kernel makes these copies. `fills`: other work fills the multiprocessors.
+def are_one(lane: int, copies: Sequence[Copy], persistent: bool) -> bool:
+    """Whether one kernel makes these copies. `persistent`: other work fills the multiprocessors.
 
     Over a link copy engines take no multiprocessor, but start each copy slowly. Within a GPU the driver's copies need
     multiprocessors too, and get them after a kernel that runs already, even if its blocks come and go.
@@ -35,10 +35,10 @@ def are_one(lane: int, copies: Sequence[Copy], fills: bool) -> bool:
     count = total = bits = 0
     for to, source, size, rows, to_pitch, source_pitch in copies:
         count, total, bits = count + rows, total + rows * size, bits | to | source | size | to_pitch | source_pitch
-    if bits % 16 or not 0 < count < COPIES_BY_DRIVER:
+    if bits % 16 or not 0 < count <= MAX_IN_KERNEL:
         return False
-    small = count >= FEWEST_COPIES and total < SMALL_COPY * count
-    return small or not fills if lane == OUT else small and not fills
+    small = count >= MIN_IN_KERNEL and total < MAX_AVERAGE * count
+    return small or not persistent if lane == OUT else small and not persistent
 
 
 class Lanes:
@@ -71,17 +71,17 @@ class Lanes:
         else:
             self.driver("cuMemcpy2DAsync_v2", strided_copy(copy), self.handles[lane])
 
-    def copy_all(self, lane: int, copies: Sequence[Copy], fills: bool) -> None:
-        """Copies in any order. `fills`: other work fills the multiprocessors, for which a kernel would wait."""
-        if not are_one(lane, copies, fills):
+    def copy_all(self, lane: int, copies: Sequence[Copy], persistent: bool) -> None:
+        """Copies in any order. `persistent`: other work fills the GPU, for which a kernel would wait."""
+        if not are_one(lane, copies, persistent):
             for copy in copies:
                 self.copy(lane, copy)
             return
         from ringattn.comms.copies import copy_all  # triton is part of torch for GPUs
 
         self.flush(lane)
-        rows = [(to + i * there, source + i * here, size)
-                for to, source, size, count, there, here in copies for i in range(count)]  # fmt: skip
+        rows = [(to + i * to_pitch, source + i * source_pitch, size)
+                for to, source, size, count, to_pitch, source_pitch in copies for i in range(count)]  # fmt: skip
         with self.on(lane):
             copy_all(rows, self.device, PROGRAMS[lane])
 
@@ -153,8 +153,8 @@ def strided_copy(copy: Copy) -> bytes:
     array), and a pitch.
     """
     to, source, size, rows, to_pitch, source_pitch = copy
-    there, here = (0, 0, UNIFIED, 0, to, 0, to_pitch), (0, 0, UNIFIED, 0, source, 0, source_pitch)
-    return struct.pack("<QQI4xQQQQQQI4xQQQQQQ", *here, *there, size, rows)
+    sides = (0, 0, UNIFIED, 0, source, 0, source_pitch, 0, 0, UNIFIED, 0, to, 0, to_pitch)
+    return struct.pack("<QQI4xQQQQQQI4xQQQQQQ", *sides, size, rows)
 
 
 class Events:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import ByRank, Pending, Then, split_sizes
+from ringattn.comms.axis import ByRank, Done, Pending, Then, split_sizes
 from ringattn.comms.messages import plain
 from ringattn.comms.moves import Moves
 
@@ -59,20 +59,6 @@ class Board:
             self.changed.notify_all()
 
 
-class LocalTransfer:
-    """Values in flight; `wait` returns what arrived, and checks that what was sent is unchanged."""
-
-    def __init__(self, axis: "LocalAxis", keys: Sequence[tuple[Any, ...]], sent: Sequence[Tensor]):
-        self.axis, self.keys = axis, keys
-        self.sent = [(t, version(t)) for t in sent]
-
-    def wait(self) -> list[Any]:
-        self.axis.open -= 1
-        arrived = [self.axis.board.take(key) for key in self.keys]
-        assert all(version(t) == before for t, before in self.sent), "a buffer was written while it was in flight"
-        return arrived
-
-
 def version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
@@ -88,19 +74,27 @@ class LocalAxis(Moves):
         self.counts: Counter[tuple[str, int, int]] = Counter()  # values so far, by direction, source and destination
         self.open = 0  # transfers without a wait so far
 
-    def exchange(self, values: dict[int, Any], sources: Iterable[int], sent: Sequence[Tensor] = ()) -> LocalTransfer:
-        """Send one value to each destination; the handle gives one from each source."""
+    def exchange(self, values: dict[int, Any], sources: Iterable[int], sent: Sequence[Tensor] = ()) -> Pending:
+        """Send one value to each destination; the handle gives one from each source, and checks `sent` is unchanged."""
         for destination, value in values.items():
             self.board.put(self.address(self.rank, destination, "out"), value)
         self.open += 1
-        return LocalTransfer(self, [self.address(source, self.rank, "in") for source in sources], sent)
+        keys, versions = [self.address(source, self.rank, "in") for source in sources], [*map(version, sent)]
+
+        def arrived(_: Any) -> list[Any]:
+            self.open -= 1
+            values = [self.board.take(key) for key in keys]
+            assert [*map(version, sent)] == versions, "a buffer was written while it was in flight"
+            return values
+
+        return Then(Done(), arrived)
 
     def address(self, source: int, destination: int, way: str) -> tuple[Any, ...]:
         """The key of the next value from one rank to another; sender and receiver count alike."""
         self.counts[way, source, destination] += 1
         return self.name, self.group, source, destination, self.counts[way, source, destination]
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
         sent = [x for tensors in out.values() for x in tensors]
         self.sent += sum(x.nbytes for x in sent)
         copies = {rank: [x.detach().clone() for x in tensors] for rank, tensors in out.items()}

@@ -7,7 +7,7 @@ the ranks that wait in vain answer a roll call in the store, and the error names
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import wraps
 from typing import Any, NamedTuple
@@ -53,17 +53,15 @@ class Lost(NamedTuple):
     needs: Sequence[Collection[int]]
     what: str
 
-    @contextmanager
-    def named(self, work: int = 0) -> Iterator[None]:
+    def named(self, work: int = 0) -> AbstractContextManager[None]:
         """Turn an error of the transport into one that names the lost rank; other errors pass unchanged."""
-        with renamed(lambda message: self.error(work, message)):
-            yield
+        return renamed(lambda message: self.error(work, message))
 
     @unless_ended
     def error(self, work: int, message: str) -> str:
         """The error that names the lost rank, or the candidates, and the first loss that any rank has reported.
 
-        One loss causes others, so the first rank that is certain of its loss reports it to all (`first_loss`).
+        One loss causes others, so the first rank that is certain of its loss reports it to all.
         """
         note()
         axis, needs = self.axis, sorted({r % self.axis.size for r in self.needs[min(work, len(self.needs) - 1)]})
@@ -101,11 +99,9 @@ def reason(message: str) -> str:
     return message.splitlines()[0].split("] ")[-1].split(". This is")[0]
 
 
-@contextmanager
-def missing_named(what: str) -> Iterator[None]:
+def missing_named(what: str) -> AbstractContextManager[None]:
     """Make an error of the transport in a collective of all ranks name those that do not answer a roll call."""
-    with renamed(who_is_missing, f"{what}: "):
-        yield
+    return renamed(who_is_missing, f"{what}: ")
 
 
 @unless_ended
@@ -132,7 +128,7 @@ def roll_call() -> list[int]:
     absent = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
     try:
         store = store_of("roll call")
-        store.set(str(dist.get_rank()), "here")
+        store.set(str(dist.get_rank()), "present")
         while absent and time.monotonic() < end:
             time.sleep(0.02)
             absent = [rank for rank in absent if not store.check([str(rank)])]
@@ -172,19 +168,14 @@ def meet(what: str, mine: str) -> None:
 
 def with_first_loss(mine: str, certain: bool = True) -> str:
     """This rank's report of a loss, with the first report of any rank, which it may be itself if it is certain."""
-    first = first_loss(mine if certain else "")
-    return mine if first in ("", mine) else f"{mine}; the first loss: {first}"
-
-
-def first_loss(mine: str = "") -> str:
-    """The first report of a loss by any rank: `mine` if there is no other, or if the store is lost."""
     try:
         store = dist.PrefixStore("ringattn", dist.distributed_c10d._get_default_store())
-        if not mine and not store.check(["lost"]):
-            return ""
-        return str(store.compare_set("lost", "", mine).decode())
-    except (RuntimeError, ValueError):
+        first = mine
+        if certain or store.check(["lost"]):
+            first = store.compare_set("lost", "", mine if certain else "").decode()
+    except (RuntimeError, ValueError):  # the store was lost with the rank that kept it
         return mine
+    return mine if first in ("", mine) else f"{mine}; the first loss: {first}"
 
 
 def store_of(what: str) -> Any:

@@ -16,7 +16,7 @@ from ringattn.comms.axis import Slices
 SLOT = 16 * 2**20  # bytes
 STRIDE = 2**48  # bytes from tensor to tensor in a layout: more than any has
 LARGEST_PITCH = 2**31 - 1  # bytes: the driver's limit for the distance between rows of one copy
-MOST_RUNS = 8  # a tensor of more runs is packed first, which takes the host less time than so many copies
+MAX_RUNS = 8  # a tensor of more runs is packed first, which takes the host less time than so many copies
 
 Run = tuple[int, int, int]  # address, bytes, and the allocation it lies in
 
@@ -32,11 +32,6 @@ class Piece(NamedTuple):
 
 def weight(groups: Iterable[Sequence[Piece]]) -> int:
     return sum(piece.rows * piece.size for group in groups for piece in group)
-
-
-def has_few_runs(x: Tensor) -> bool:
-    """Whether a tensor has few enough runs to be moved without packing."""
-    return x.is_contiguous() or count_runs(x) <= MOST_RUNS
 
 
 def count_runs(x: Tensor) -> int:
@@ -60,15 +55,10 @@ def layout_of(
     runs: list[Run] = []
     for i, (dtype, shape, stride) in enumerate(kinds):
         slices = Slices([torch.empty_strided(shape, stride, dtype=dtype, device="meta")], places)
-        if not all(map(has_few_runs, slices)):
+        if any(count_runs(x) > MAX_RUNS for x in slices):
             return None
         runs += [(i * STRIDE + at, size, i) for at, size, _ in joined(slices)]  # the address of a meta tensor is 0
     return [[(*divmod(at, STRIDE), size, rows, pitch) for at, size, rows, pitch in batch] for batch in batches(runs)]
-
-
-def batch_count(nbytes: int) -> int:
-    """How many batches so many bytes make."""
-    return -(-nbytes // SLOT)
 
 
 def batches(runs: Iterable[Run]) -> Iterator[list[Piece]]:

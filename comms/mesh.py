@@ -139,15 +139,9 @@ def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
     if isinstance(mesh, LocalMesh):
         return mesh.split(name, sizes)
     made, how = SPLIT.setdefault(mesh, {}), (name, *sizes.items())
-    if how not in made:
-        made[how] = split_device_mesh(mesh, name, sizes)
+    if how not in made:  # its groups live as long as the process
+        shape = split_sizes({old: axis_size(mesh, old) for old in axis_names(mesh)}, name, sizes)
+        meet("mesh", described(shape, mesh.device_type))
+        made[how] = DeviceMesh(mesh.device_type, mesh.mesh.reshape(*shape.values()), mesh_dim_names=tuple(shape))
+        set_timeouts(timeout_of(mesh.get_group(name), mesh.device_type), made[how])
     return made[how]
-
-
-def split_device_mesh(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
-    """A new mesh with one axis cut into several; its groups live as long as the process."""
-    shape = split_sizes({old: axis_size(mesh, old) for old in axis_names(mesh)}, name, sizes)
-    meet("mesh", described(shape, mesh.device_type))
-    made = DeviceMesh(mesh.device_type, mesh.mesh.reshape(*shape.values()), mesh_dim_names=tuple(shape))
-    set_timeouts(timeout_of(mesh.get_group(name), mesh.device_type), made)
-    return made

@@ -1,28 +1,28 @@
 """All transfers of an axis made of `move`, so that every transfer is between two ranks that errors can name."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, ByRank, Done, Pending, Then
+from ringattn.comms.axis import Axis, ByRank, Done, Pending, Sharing, Then
 
 
 class Moves(Axis):
     """An axis that only lacks `move`."""
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
-        return nullcontext(self.move(out, into, what, fills) if out or into else Done())
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Sharing:
+        return nullcontext(self.move(out, into, what, persistent) if out or into else Done())
 
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
     ) -> Pending:
         if shift % self.size == 0:
             return Done(tuple(tensors) if recv else None)
-        there, here = (self.rank + shift) % self.size, (self.rank - shift) % self.size
+        destination, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
         arriving = tuple(x.new_empty(x.shape) for x in tensors) if recv else None
-        pending = self.hop({there: tensors} if send else {}, {here: arriving} if arriving else {}, what)
+        pending = self.hop({destination: tensors} if send else {}, {source: arriving} if arriving else {}, what)
         return Then(pending, lambda _: arriving)
 
     def hop(self, out: ByRank, into: ByRank, what: str) -> Pending:

@@ -28,8 +28,8 @@ class Outbox:
 
     def __init__(self, bases: Sequence[int], rank: int):
         self.bases, self.rank = bases, rank
-        self.own = slots_of(len(bases))  # how many slots there are for each other rank alone
-        self.slots = SHARED + self.own
+        self.private = slots_of(len(bases))  # how many slots there are for each other rank alone
+        self.slots = SHARED + self.private
 
     @staticmethod
     def bytes(size: int) -> int:
@@ -38,7 +38,7 @@ class Outbox:
     def slot(self, owner: int, receiver: int, slot: int) -> int:
         """The address of a slot of `owner` for `receiver`; the first SHARED slots are the same for all receivers."""
         place = (receiver - owner - 1) % len(self.bases)  # a rank has no slots for itself
-        return self.bases[owner] + HEAD + (slot + (place * self.own if slot >= SHARED else 0)) * memory.SLOT
+        return self.bases[owner] + HEAD + (slot + (place * self.private if slot >= SHARED else 0)) * memory.SLOT
 
     def full(self, receiver: int, sender: int, slot: int) -> int:
         return self.bases[receiver] + 8 * (sender * self.slots + slot)
@@ -53,6 +53,7 @@ def slots_of(size: int) -> int:
 
 
 Expect = Callable[[int, int], None]  # notes that a lane waits for a peer: `Watch.expect`
+Batch = tuple[int, Sequence[Piece]]  # a rank, and what it sends at a time
 
 
 class Put(NamedTuple):
@@ -73,20 +74,20 @@ class Peers:
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
 
-    def send(self, batches: Iterable[tuple[int, Sequence[Sequence[Piece]]]], expect: Expect, fills: bool) -> None:
+    def send(self, batches: Iterable[tuple[int, Sequence[Sequence[Piece]]]], expect: Expect, persistent: bool) -> None:
         """Send batches to ranks, to each no more than it has slots."""
         puts = []
         for peer, sent in batches:
             for pieces in sent:
-                slot = SHARED + self.sent[peer] % self.outbox.own
+                slot = SHARED + self.sent[peer] % self.outbox.private
                 self.sent[peer] += 1
                 self.lanes.wait(OUT, self.outbox.free(self.rank, peer, slot))
                 puts.append(Put(self.outbox.slot(self.rank, peer, slot), pieces, (peer,), slot))
             expect(OUT, peer)
-        self.put(puts, fills)
+        self.put(puts, persistent)
 
     def put_shared(
-        self, first: int, batches: Iterable[tuple[Sequence[Piece], Sequence[int]]], expect: Expect, fills: bool
+        self, first: int, batches: Iterable[tuple[Sequence[Piece], Sequence[int]]], expect: Expect, persistent: bool
     ) -> None:
         """Put batches, each with its readers, into shared slots, from slot `first` on.
 
@@ -101,34 +102,32 @@ class Peers:
                     self.lanes.set(OUT, self.outbox.free(self.rank, peer, slot))
             expect(OUT, peer)
         self.put([Put(self.outbox.slot(self.rank, self.rank, slot), pieces, readers, slot)
-                  for slot, pieces, readers in slots], fills)  # fmt: skip
+                  for slot, pieces, readers in slots], persistent)  # fmt: skip
 
-    def put(self, puts: Sequence[Put], fills: bool) -> None:
+    def put(self, puts: Sequence[Put], persistent: bool) -> None:
         """All copies first, then all signals: a signal between two copies would take longer than a copy."""
-        self.lanes.copy_all(OUT, [copy for put in puts for copy in into_slot(put.to, put.pieces)], fills)
+        self.lanes.copy_all(OUT, [copy for put in puts for copy in into_slot(put.to, put.pieces)], persistent)
         for put in puts:
             for peer in put.readers:
                 self.lanes.set(OUT, self.outbox.full(peer, self.rank, put.slot))
 
-    def receive(
-        self, batches: Iterable[tuple[int, Sequence[Piece]]], expect: Expect, fills: bool, shared: int | None = None
-    ) -> None:
+    def receive(self, batches: Iterable[Batch], expect: Expect, persistent: bool, shared: int | None = None) -> None:
         """Receive the next batch of each of these ranks, or the one of the number `shared` that each of them shares.
 
         Together if one kernel copies all, else in turn: each rank sends its batches of one round before it waits for
-        those of others, so this cannot deadlock. `fills`: other work fills the GPU's multiprocessors.
+        those of others, so this cannot deadlock. `persistent`: other work fills the GPU.
         """
         taken = []
         for peer, pieces in batches:
-            slot = SHARED + self.received[peer] % self.outbox.own if shared is None else shared % SHARED
+            slot = SHARED + self.received[peer] % self.outbox.private if shared is None else shared % SHARED
             self.received[peer] += shared is None
             taken.append((peer, slot, self.copies(peer, slot, pieces)))
-        together = are_one(IN, [copy for _, _, copies in taken for copy in copies], fills)
+        together = are_one(IN, [copy for _, _, copies in taken for copy in copies], persistent)
         for group in [taken] if together else [[each] for each in taken]:
             for peer, slot, _ in group:
                 self.lanes.wait(IN, self.outbox.full(self.rank, peer, slot))
                 expect(IN, peer)  # after each wait, so that the peer is named for which a lane really waits
-            self.lanes.copy_all(IN, [copy for _, _, copies in group for copy in copies], fills)
+            self.lanes.copy_all(IN, [copy for _, _, copies in group for copy in copies], persistent)
             for peer, slot, _ in group:
                 self.lanes.set(IN, self.outbox.free(peer, self.rank, slot))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.comms import messages
-from ringattn.comms.axis import Afterwards, ByRank, Pending, Then
+from ringattn.comms.axis import Afterwards, ByRank, Pending, Sharing, Then
 from ringattn.comms.lost import Lost, broken, timeout_of
 from ringattn.comms.moves import Moves, as_stored
 
@@ -33,8 +33,8 @@ TWINS: Any = WeakKeyDictionary()
 class Works:
     """torch's works in flight, and the tensors they read and write, which must live until then."""
 
-    def __init__(self, works: Sequence[Any], result: Any, held: Sequence[Any], lost: Lost):
-        self.works, self.result, self.held, self.lost = works, result, held, lost
+    def __init__(self, works: Sequence[Any], result: Any, tensors: Sequence[Any], lost: Lost):
+        self.works, self.result, self.tensors, self.lost = works, result, tensors, lost
 
     def wait(self) -> Any:
         works, self.works = self.works, ()
@@ -42,7 +42,7 @@ class Works:
         for i, work in enumerate(works):
             with self.lost.named(i):
                 work.wait(*limit)
-        self.held = ()
+        self.tensors = ()
         return self.result
 
     def __del__(self) -> None:
@@ -94,13 +94,13 @@ class ProcessGroupAxis(Moves):
         limit = timeout_of(group, "cpu") if (group := self.group_ref()) is not None else None
         return () if limit is None else (limit,)
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
         return self.post("near", out, into, None, what)
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Sharing:
         """On GPUs the body is launched first, since launching a move takes the host a while."""
         if not self.on_gpus or not (out or into):
-            return super().sharing(out, into, what, fills)
+            return super().sharing(out, into, what, persistent)
         since = torch.cuda.current_stream().record_event()
         return Afterwards(partial(self.post, "near", out, into, since, what))
 

@@ -14,7 +14,7 @@ kernel has ended; and so are several small copies over links, from all ranks at 
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.comms import messages
-from ringattn.comms.axis import Afterwards, Axis, ByRank, Done, Pending, Slices
+from ringattn.comms import memory, messages
+from ringattn.comms.axis import Afterwards, Axis, ByRank, Done, Pending, Sharing, Slices
 from ringattn.comms.engines import IN, OUT, Copy, Events, Lanes
-from ringattn.comms.memory import Piece, batch_count, batches, has_few_runs, joined, located, weight
+from ringattn.comms.memory import MAX_RUNS, Piece, batches, count_runs, joined, located, weight
 from ringattn.comms.moves import Moves
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.process_group import alive, hosts_of
@@ -46,8 +46,8 @@ class Batched(NamedTuple):
 class Flight:
     """A move in flight. It holds all tensors that the lanes read and write, so that their memory lives until then."""
 
-    def __init__(self, lanes: Lanes, watch: Watch, *held: Any):
-        self.lanes, self.watch, self.held = lanes, watch, list(held)
+    def __init__(self, lanes: Lanes, watch: Watch, *tensors: Any):
+        self.lanes, self.watch, self.tensors = lanes, watch, list(tensors)
         self.end: Events | None = None
 
     def launched(self) -> "Flight":
@@ -59,11 +59,11 @@ class Flight:
         self.watch.check()
         if self.end is not None:
             self.end.wait()
-        self.held.clear()
+        self.tensors.clear()
 
     def __del__(self) -> None:
         """Without a wait, since an error came first: the memory is released when the lanes are done with it."""
-        if self.held and not sys.is_finalizing():
+        if self.tensors and not sys.is_finalizing():
             (self.end or self.lanes.finish()).settle()
 
 
@@ -79,7 +79,7 @@ class SymmetricAxis(Moves):
         self.lanes, self.rank, self.size = peers.lanes, peers.rank, watch.size
         self.sent = 0
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
         self.watch.check()
         if not out and not into:
             return Done()
@@ -88,26 +88,26 @@ class SymmetricAxis(Moves):
         sends = {r: leaving[id(tensors)].batches for r, tensors in out.items()}
         arriving = {r: self.batched(tensors, self.buffer) for r, tensors in into.items()}
         receives = {r: each.batches for r, each in arriving.items()}
-        slots, expect = self.peers.outbox.own, partial(self.watch.expect, what=what)
+        slots, expect = self.peers.outbox.private, partial(self.watch.expect, what=what)
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
-        self.peers.send([(there, sends[there][:slots]) for there, _ in pairs if there in sends], expect, fills)
+        self.peers.send([(there, sends[there][:slots]) for there, _ in pairs if there in sends], expect, persistent)
         self.lanes.precede(OUT)
         for i in range(max(map(len, (*sends.values(), *receives.values())))):  # the same order on every rank
             arrivals = [(r, receives[r][i]) for _, r in pairs if i < len(receives.get(r, ()))]
-            self.peers.receive(arrivals, expect, fills)
+            self.peers.receive(arrivals, expect, persistent)
             later = [(r, [sends[r][slots + i]]) for r, _ in pairs if slots + i < len(sends.get(r, ()))]
-            self.peers.send(later, expect, fills)
+            self.peers.send(later, expect, persistent)
         self.unpack(arriving)
         self.sent += sum(map(weight, sends.values()))
         return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "", fills: bool = True) -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Sharing:
         self.watch.check()
         if not out and not into:
             return nullcontext(Done())
-        given = out, into, what, self.lanes.now(), fills
-        if not fills:  # spares the body's kernel the time that the host takes for it
+        given = out, into, what, self.lanes.now(), persistent
+        if not persistent:  # spares the body's kernel the time that the host takes for it
             return Afterwards(lambda: self.put(*given)())
         fetched = self.put(*given)
         if out:
@@ -117,7 +117,7 @@ class SymmetricAxis(Moves):
     def after_sends(self) -> None:
         self.lanes.precede(OUT)
 
-    def put(self, out: ByRank, into: ByRank, what: str, since: Any, fills: bool) -> Callable[[], Flight]:
+    def put(self, out: ByRank, into: ByRank, what: str, since: Any, persistent: bool) -> Callable[[], Flight]:
         """Put as many batches as fit into the shared slots; returns a function that fetches what other ranks put."""
         self.lanes.start(since)
         readers: dict[int, list[int]] = {}  # by the object that they read
@@ -125,38 +125,30 @@ class SymmetricAxis(Moves):
             readers.setdefault(id(tensors), []).append(rank)
         leaving = {id(tensors): self.batched(tensors, self.packed) for tensors in out.values()}
         shared = [(pieces, readers[key]) for key, each in leaving.items() for pieces in each.batches]
-        arriving = {r: self.batched(x, self.buffer) for r, x in sorted(into.items(), key=self.steps_from)}
+        nearest_first = sorted(into, key=lambda r: (self.rank - r) % self.size)
+        arriving = {r: self.batched(into[r], self.buffer) for r in nearest_first}
         starts = {r: batches_before(x) for r, x in into.items()}
         flight = Flight(self.lanes, self.watch, out, leaving, into, arriving)
         expect = partial(self.watch.expect, what=what)
         if shared:
-            self.peers.put_shared(0, shared[:SHARED], expect, fills)
+            self.peers.put_shared(0, shared[:SHARED], expect, persistent)
 
         def fetched() -> Flight:
-            self.fetch(arriving, starts, shared[SHARED:], expect, fills)
+            """Fetch the batches of other ranks, and put the later ones of this rank into slots as they become free."""
+            later = shared[SHARED:]
+            ends = {r: starts[r] + len(each.batches) for r, each in arriving.items()}
+            for i in range(max(len(later), *ends.values(), 0)):
+                arrivals = [
+                    (r, each.batches[i - starts[r]]) for r, each in arriving.items() if starts[r] <= i < ends[r]
+                ]
+                self.peers.receive(arrivals, expect, persistent, shared=i)
+                if i < len(later):
+                    self.peers.put_shared(SHARED + i, [later[i]], expect, persistent)
+            self.unpack(arriving)
             self.sent += sum(weight([pieces]) * len(ranks) for pieces, ranks in shared)
             return flight.launched()
 
         return fetched
-
-    def fetch(
-        self, arriving: Mapping[int, Batched], starts: Mapping[int, int], later: Sequence[Any], expect: Any,
-        fills: bool,
-    ) -> None:  # fmt: skip
-        """Fetch the batches of other ranks, from the numbers `starts` on, and put the `later` ones of this rank into
-        slots as they become free.
-        """
-        ends = {r: starts[r] + len(each.batches) for r, each in arriving.items()}
-        for i in range(max(len(later), *ends.values(), 0)):
-            arrivals = [(r, each.batches[i - starts[r]]) for r, each in arriving.items() if starts[r] <= i < ends[r]]
-            self.peers.receive(arrivals, expect, fills, shared=i)
-            if i < len(later):
-                self.peers.put_shared(SHARED + i, [later[i]], expect, fills)
-        self.unpack(arriving)
-
-    def steps_from(self, item: tuple[int, Any]) -> int:
-        """The distance from the rank of an item of `into` to this rank."""
-        return (self.rank - item[0]) % self.size
 
     def unpack(self, arriving: Mapping[int, Batched]) -> None:
         for each in arriving.values():
@@ -174,7 +166,7 @@ class SymmetricAxis(Moves):
         places = located(tensors) if isinstance(tensors, Slices) else None
         if places is not None:
             return Batched(places, [])
-        pairs = [(x, x if has_few_runs(x) else elsewhere(x)) for x in tensors]
+        pairs = [(x, x if count_runs(x) <= MAX_RUNS else elsewhere(x)) for x in tensors]
         return Batched(list(batches(joined([y for _, y in pairs]))), [(x, y) for x, y in pairs if x is not y])
 
     def packed(self, x: Tensor) -> Tensor:
@@ -191,7 +183,7 @@ def batches_before(tensors: Sequence[Tensor]) -> int:
     if not isinstance(tensors, Slices):
         return 0
     row = sum(x[:, :1].nbytes for x in tensors.tensors)
-    return sum(batch_count(n * row) for n in tensors.after)
+    return sum(-(-n * row // memory.SLOT) for n in tensors.after)
 
 
 def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) -> SymmetricAxis | None:
@@ -208,7 +200,8 @@ def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) 
     if connection is None:
         return None
     peers, watch = connection
-    return SymmetricAxis(peers, watch, partial(words_over, ref(group)), name, other)
+    group_ref = ref(group)
+    return SymmetricAxis(peers, watch, lambda words: messages.gather(words, alive(group_ref)), name, other)
 
 
 def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
@@ -217,9 +210,9 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    here = messages.gather([device.index, reaches_all()], group)
-    shared = len({gpu for gpu, _ in here}) < size  # ranks that see one GPU each, or share one, which gloo allows
-    if not all(reaches for _, reaches in here) or (shared and over_nccl(group)):
+    ranks = messages.gather([device.index, reaches_all()], group)
+    shared = len({gpu for gpu, _ in ranks}) < size  # ranks that see one GPU each, or share one, which gloo allows
+    if not all(reaches for _, reaches in ranks) or (shared and over_nccl(group)):
         return None
     outbox = attempt(group, lambda: symmetric.empty(Outbox.bytes(size), dtype=torch.uint8, device=device))
     if outbox is None:
@@ -233,7 +226,7 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
         flags[::2], flags[1::2] = 0, 1  # no slot is full, every slot is free
         lanes, rows = Lanes(device), torch.zeros(6, 4, dtype=torch.int32, device=device)
         torch.cuda.synchronize()
-        lanes.copy_all(OUT, [Copy(rows[i].data_ptr(), rows[3 + i].data_ptr(), 16) for i in range(3)], fills=False)
+        lanes.copy_all(OUT, [Copy(rows[i].data_ptr(), rows[3 + i].data_ptr(), 16) for i in range(3)], persistent=False)
         torch.cuda.synchronize()
         return handle, lanes
 
@@ -283,11 +276,11 @@ def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
 
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     try:
-        for made in (row, three) * (axis.peers.outbox.own + 1):
+        for made in (row, three) * (axis.peers.outbox.private + 1):
             mine = dict.fromkeys(others, made(axis.rank))
             moved, shared = ({r: made(-1) for r in others} for _ in range(2))
-            axis.move(mine, moved, fills=made is row).wait()
-            with axis.sharing(mine, shared, fills=made is row) as coming:
+            axis.move(mine, moved, persistent=made is row).wait()
+            with axis.sharing(mine, shared, persistent=made is row) as coming:
                 pass
             coming.wait()
             for arrived in (moved, shared):
@@ -301,14 +294,9 @@ def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
 
 def reaches_all() -> bool:
     """Whether this process's GPU can read the memory of all other GPUs it sees."""
-    here, count = torch.cuda.current_device(), torch.cuda.device_count()
-    return all(torch.cuda.can_device_access_peer(here, i) for i in range(count) if i != here)
+    device, count = torch.cuda.current_device(), torch.cuda.device_count()
+    return all(torch.cuda.can_device_access_peer(device, i) for i in range(count) if i != device)
 
 
 def over_nccl(group: dist.ProcessGroup) -> bool:
     return "nccl" in dist.get_backend(group)  # it may also name gloo, for CPUs
-
-
-def words_over(group_ref: Any, words: Any) -> list[Any]:
-    """The words of all ranks, over a group that this axis does not keep alive."""
-    return messages.gather(words, alive(group_ref))

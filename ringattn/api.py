@@ -32,7 +32,7 @@ def attention(
     """softmax(scale * q k^T) v over the whole sequence, exact, whichever rank holds which part of it.
 
     q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] are this rank's tokens under `plan` (see `Plan.shard`); G divides
-    H. Without a plan they are the whole sequence: on one device, or, for jax arrays, on the mesh of their sharding.
+    H. Without a plan they are the whole sequence, on one device.
     Returns out [B, T, H, V] in q's dtype, and with `return_lse` also lse [B, T, H], the natural log-sum-exp in float32,
     differentiable.
 
@@ -89,16 +89,17 @@ def linear_attention(
                     at most 0; -inf forgets all
     beta            [B, T, H], in [0, 2]
     initial_state   the state before the first token, the same on every rank; its gradient is this rank's share (for
-                    global JAX arrays: all of it). With docs it may be the state before each document
-    return_state    True, False, or with docs "documents": the state behind each document's last token. True means the
-                    same if initial_state is one a document. The state behind an empty document is that before it
+                    global JAX arrays: all of it). With docs it may be the state before each document, in torch
+    return_state    True, False, or in torch with docs "documents": the state behind each document's last token. True
+                    means the same if initial_state is one a document. The state behind an empty document is that
+                    before it
     docs            packed documents: where one begins the state is its initial state; if initial_state is one a row,
                     it is that of the row's first document, even an empty one, and zero for the others. States of
                     documents come row by row, as many for each row: document i of row b has number
                     b * (documents of a row) + i, and rows with fewer end in empty ones
     scale           of q; 1 / sqrt(K) by default
     kernel          auto, triton or chunkwise; in JAX auto, pallas (TPUs) or chunkwise
-    scan            how states travel from rank to rank: auto, gather, ring or pipeline
+    scan            how states travel from rank to rank: auto, gather, ring or pipeline; in JAX gather
     check           check every gate and beta, which waits for the device; by default on CPUs only
     """
     refuse(of_unknown("linear_attention", unknown, LINEAR), plan)
@@ -158,9 +159,9 @@ def decode(
 ) -> Any:  # fmt: skip
     """Append the next tokens, the same on every rank, to the cache and attend: out; in JAX (out, cache).
 
-    Several tokens see each other causally. With `parents` they are a tree of drafts: each sees the cache, its parent
-    (the number of a token before it, or -1 for none), the parent of that, and so on, and is at the position of its
-    depth. Then truncate the cache, and append the keys of the branch that is accepted. Not differentiable.
+    Several tokens see each other causally. In torch `parents` makes them a tree of drafts: each sees the cache, its
+    parent (the number of a token before it, or -1 for none), the parent of that, and so on, and is at the position of
+    its depth. Then truncate the cache, and append the keys of the branch that is accepted. Not differentiable.
     """
     plan = getattr(cache, "plan", None)
     function = inference(of_arguments(required=True, cache=cache), q, k, v, plan, spec, sinks).decode

@@ -32,7 +32,7 @@ def exercise(a: Axis) -> None:
     assert (got is None) == ((r - 1) % n % 2 == 1) and (got is None or got[0].eq((r - 1) % n).all())
     # everybody sends each other rank one row of its own, and fills rows of one tensor that do not lie together
     others, rows = [s for s in range(n) if s != r], torch.full((2, n, 3), -1.0)
-    a.move({s: [mine + 10 * s] for s in others}, {s: [rows[:, s]] for s in others}, what="rows", fills=False).wait()
+    a.move({s: [mine + 10 * s] for s in others}, {s: [rows[:, s]] for s in others}, "rows", persistent=False).wait()
     assert all(rows[:, s].eq(s + 10 * r if s != r else -1).all() for s in range(n))
     # everybody shows the same to all others beside its work, then only the even ranks do, and all but themselves look;
     # then the last rank sees other rows than the others
@@ -46,7 +46,7 @@ def exercise(a: Axis) -> None:
         out = {s: shown[few if turn == 2 and s == n - 1 else all_rows] for s in readers}
         into = {s: Slices([room[:, s]], few, (40,) * (len(others) > 1)) if last else Slices([room[:, s]], all_rows)
                 for s in showing}  # fmt: skip
-        with a.sharing(out, into, fills=turn % 2 == 1) as coming:
+        with a.sharing(out, into, persistent=turn % 2 == 1) as coming:
             pass
         coming.wait()
         for s in range(n):

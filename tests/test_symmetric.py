@@ -56,7 +56,7 @@ class ThreadLanes:
     def put(self, lane, work):
         self.lanes[lane].queue.put(work)
 
-    def copy_all(self, lane, copies, fills=False):
+    def copy_all(self, lane, copies, persistent=False):
         def work():
             for to, source, size, rows, to_pitch, source_pitch in copies:
                 for row in range(rows):
@@ -169,8 +169,8 @@ def nothing():
     pass
 
 
-def sharing(axis, tensors, readers, into, work=nothing, what="", fills=True):
-    with axis.sharing(dict.fromkeys(readers, tensors), into, what, fills) as coming:
+def sharing(axis, tensors, readers, into, work=nothing, what="", persistent=True):
+    with axis.sharing(dict.fromkeys(readers, tensors), into, what, persistent) as coming:
         work()
     coming.wait()
 
@@ -195,8 +195,8 @@ def test_every_operation_keeps_its_promise(size, one_lane, slot):
             assert flags[::2].eq(0).all() and flags[1::2].eq(1).all()
 
 
-@pytest.mark.parametrize("fills", [True, False])
-def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot, fills):
+@pytest.mark.parametrize("persistent", [True, False])
+def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot, persistent):
     def fail():
         raise KeyError("lost")
 
@@ -204,9 +204,9 @@ def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot, f
         x, room = torch.arange(40.0) + axis.rank, torch.zeros(40)
         if axis.rank == 0:
             with pytest.raises(KeyError, match="lost"):
-                sharing(axis, [x[:24]], [1], {}, fail, fills=fills)  # no more than there are slots
+                sharing(axis, [x[:24]], [1], {}, fail, persistent=persistent)  # no more than there are slots
         else:
-            sharing(axis, [x], [], {0: [room[:24]]}, fills=fills)
+            sharing(axis, [x], [], {0: [room[:24]]}, persistent=persistent)
             assert torch.equal(room[:24], x[:24] - 1)
 
     on_ranks(one_rank, axes(2))
@@ -237,8 +237,8 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
     driver = [([c._replace(**{field: getattr(c, field) + 8}) for c in copies[:3]], False) for field in fields]
     large = [copy._replace(size=2**23) for copy in copies[:3]]
     few, within = [copies[0]._replace(rows=1)], lane == OUT
-    for others, fills in [*driver, (few, within), (large, within), *[(copies, True)] * (not within)]:
-        lanes.copy_all(lane, others, fills)
+    for others, persistent in [*driver, (few, within), (large, within), *[(copies, True)] * (not within)]:
+        lanes.copy_all(lane, others, persistent)
         assert driven == others
         driven.clear()
     to.zero_()
@@ -338,7 +338,7 @@ def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
     whole = b"".join(x.contiguous().numpy().tobytes() for x in slices)
     slots = [whole[i : i + memory.SLOT] for i in range(0, len(whole), memory.SLOT)]
     located = memory.located(slices)
-    assert (located is None) == (not all(map(memory.has_few_runs, slices)))
+    assert (located is None) == any(memory.count_runs(x) > memory.MAX_RUNS for x in slices)
     for results in (located, list(memory.batches(memory.joined(slices)))):
         if results is not None:
             assert [b"".join(map(read, batch)) for batch in results] == slots
@@ -370,7 +370,7 @@ def test_a_rank_that_never_comes_is_named_in_time(together):
         mine, rooms = [torch.ones(4) for _ in range(3)], {r: [torch.ones(4) for _ in range(3)] for r in others}
         with pytest.raises(ConnectionError, match=r"rank 2 within 0.5 s \(the keys of step 2\); it died"):
             while time.monotonic() - start < 20:
-                axis.move(dict.fromkeys(others, mine), rooms, "the keys of step 2", fills=not together).wait()
+                axis.move(dict.fromkeys(others, mine), rooms, "the keys of step 2", persistent=not together).wait()
         return time.monotonic() - start
 
     results = on_ranks(one_rank, axes(3, timeout=0.5))

@@ -1,11 +1,11 @@
 """A sequence in the plan's order, spread over the mesh, and back. All of it is reshapes: no indices are stored.
 
-And the other way round: the plan of arrays that are spread over a mesh already, or lie on one device.
+And the programs of calls: what runs on every device, on arrays that lie so.
 """
 
 from functools import lru_cache, partial
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +77,8 @@ def roll(x: Array, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None 
     if problem or (docs is not None and dim == 0 and len(docs.starts) > 1):
         raise ValueError(problem or f"dim=0: {docs} are of the rows of dim 0, which cannot be the sequence too")
     at, ends = jnp.arange(T), jnp.array([[T]]) if docs is None else jnp.asarray(docs.starts)[:, 1:]
-    here, source = up_to(ends, at), up_to(ends, at - count)
-    inside = (here == source) & (here < ends.shape[1]) & (at >= count)  # tokens after the documents are in none
+    document, source = up_to(ends, at), up_to(ends, at - count)
+    inside = (document == source) & (document < ends.shape[1]) & (at >= count)  # tokens after the documents are in none
     shape = [T if i == dim else len(inside) if i == 0 else 1 for i in range(x.ndim)]
     moved = jnp.take(unshard(x, plan, dim), jnp.clip(at - count, 0, T - 1), dim)
     if fill is None and jnp.issubdtype(x.dtype, jnp.unsignedinteger):
@@ -133,20 +133,20 @@ def sequence_axes(plan: Plan) -> tuple[str, ...]:
 
 def placed(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> Array:
     """`x` with its sequence over these axes; its other dims stay cut as they are."""
-    return moved(x, NamedSharding(mesh_here(plan), spec_of(x, plan, dim, along)))
+    return moved(x, NamedSharding(current_mesh(plan), spec_of(x, plan, dim, along)))
 
 
-def mesh_here(plan: Plan) -> Mesh | AbstractMesh:
+def current_mesh(plan: Plan) -> Mesh | AbstractMesh:
     """The plan's mesh; inside a shard_map over some of its axes, the mesh of the shard_map."""
-    mesh, here = plan.ring_axis.mesh, jax.sharding.get_abstract_mesh()
-    if not here.manual_axes:
+    mesh, current = plan.ring_axis.mesh, jax.sharding.get_abstract_mesh()
+    if not current.manual_axes:
         return on_devices(mesh) if isinstance(mesh, AbstractMesh) else mesh
-    if any(here.shape.get(name) != mesh.shape[name] for name in sequence_axes(plan)):
+    if any(current.shape.get(name) != mesh.shape[name] for name in sequence_axes(plan)):
         raise ValueError(
-            f"this is inside a shard_map over a mesh of axes {dict(here.shape)}, and the plan's are "
+            f"this is inside a shard_map over a mesh of axes {dict(current.shape)}, and the plan's are "
             f"{dict(mesh.shape)}; give shard_map the plan's mesh, plan.ring_axis.mesh"
         )
-    return here
+    return current
 
 
 def on_devices(mesh: AbstractMesh) -> Mesh | AbstractMesh:
@@ -160,23 +160,23 @@ def on_devices(mesh: AbstractMesh) -> Mesh | AbstractMesh:
 
 def is_local(plan: Plan) -> bool:
     """Whether this is inside a shard_map over the axes that cut the sequence: over all of them, or over none."""
-    names, here = sequence_axes(plan), mesh_here(plan)
-    manual = set(names) & set(here.manual_axes)
-    free = [name for name in names if here.shape[name] > 1 and name not in manual]
+    names, current = sequence_axes(plan), current_mesh(plan)
+    manual = set(names) & set(current.manual_axes)
+    free = [name for name in names if current.shape[name] > 1 and name not in manual]
     if manual and free:
         raise ValueError(
-            f"this is inside a shard_map over {here.manual_axes}, and {free} cut the plan's sequence too; name all of "
-            f"{names} in its axis_names"
+            f"this is inside a shard_map over {current.manual_axes}, and {free} cut the plan's sequence too; name all "
+            f"of {names} in its axis_names"
         )
     return bool(manual)
 
 
 def check_context(plan: Plan) -> None:
     """Check that the mesh of jax.set_mesh, if there is one, is the plan's."""
-    mesh, here = plan.ring_axis.mesh, jax.sharding.get_abstract_mesh()
-    if not (here.empty or here.manual_axes or here.shape_tuple == mesh.shape_tuple):
+    mesh, current = plan.ring_axis.mesh, jax.sharding.get_abstract_mesh()
+    if not (current.empty or current.manual_axes or current.shape_tuple == mesh.shape_tuple):
         raise ValueError(
-            f"jax.set_mesh holds axes {dict(here.shape)}, the plan's are {dict(mesh.shape)}; use "
+            f"jax.set_mesh holds axes {dict(current.shape)}, the plan's are {dict(mesh.shape)}; use "
             "`with jax.set_mesh(plan.ring_axis.mesh)`"
         )
 
@@ -194,15 +194,15 @@ def spec_of(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> P:
     A dim is open (P.UNCONSTRAINED) where nothing is known to cut it: the compiler decides about a traced array. The
     batch is open too where other automatic axes may cut it.
     """
-    mesh = mesh_here(plan)
-    own = cuts_of(x, mesh, along)
+    mesh = current_mesh(plan)
+    cuts = cuts_of(x, mesh, along)
     unnamed = P.UNCONSTRAINED if AxisType.Auto in mesh.axis_types else None  # explicit axes cut only what types say
-    parts: list[Any] = [cut or unnamed for cut in own]
+    parts: list[Any] = [cut or unnamed for cut in cuts]
     parts[dim] = along or None
     batch = batch_axes(plan, mesh, x.shape[0])
     others = plan.axes.cuts is None and automatic_axes(mesh).keys() - {*along, "data"}
     unknown = isinstance(x, jax.core.Tracer) and others
-    if dim and batch and not (own[0] or unknown or any({*batch} & {*cut} for cut in own)):
+    if dim and batch and not (cuts[0] or unknown or any({*batch} & {*cut} for cut in cuts)):
         parts[0] = batch
     return P(*parts)
 
@@ -300,74 +300,76 @@ def dealt(x: Array, layout: Layout, dim: int, back: bool) -> Array:
     return jnp.take(x.reshape(*before, len(order), block, *after), order, axis=dim).reshape(x.shape)
 
 
-class Placed(NamedTuple):
-    """The axes of a mesh that cut the batch, the tokens and the heads of an array [B, T, H, D]; none are ()."""
-
-    mesh: Mesh | AbstractMesh
-    batch: tuple[str, ...]
-    tokens: tuple[str, ...]
-    heads: tuple[str, ...]
-
-    def __str__(self) -> str:
-        of = self.mesh
-        where = "" if isinstance(of, AbstractMesh) else f" of {of.size} devices from {of.devices.flat[0]} on"
-        return f"batch {self.batch}, tokens {self.tokens}, heads {self.heads}{where}"
-
-
-def placed_alike(q: Array, k: Array, v: Array) -> Placed | None:
-    """The sharding of q, k and v, if they are on a mesh; None on one device, and for local arrays inside shard_map."""
-    placements = {name: placement(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
-    if any(at is not None and isinstance(at.mesh, AbstractMesh) for at in placements.values()):  # some are traced
-        placements = {name: at and at._replace(mesh=at.mesh.abstract_mesh) for name, at in placements.items()}
-    if len(set(placements.values())) > 1:
-        cuts = "; ".join(f"{name}: {'one device' if at is None else at}" for name, at in placements.items())
-        raise ValueError(f"without a plan, q, k and v need equal shardings, but are cut by {cuts}; use jax.reshard")
-    return placements["q"]
-
-
-def placement(name: str, x: Array) -> Placed | None:
-    """The sharding of `x`, from its type or from a concrete array; one that only the compiler knows is refused."""
-    traced = isinstance(x, jax.core.Tracer)
-    there = jax.typeof(x).sharding if traced else x.sharding
-    if not isinstance(there, NamedSharding):
-        if there.is_fully_replicated:
-            return None
-        raise ValueError(
-            f"{name} lies on {len(there.device_set)} devices, and its sharding names no axes ({there}); put it on a "
-            "mesh with jax.device_put and a NamedSharding, or give a plan"
-        )
-    mesh = there.mesh
-    alone = mesh.size <= 1 and AxisType.Explicit not in mesh.axis_types  # the types of explicit axes must agree
-    if alone or (AxisType.Manual in mesh.axis_types and not any(there.spec)):
-        return None
-    if traced and AxisType.Auto in mesh.axis_types:
-        raise ValueError(
-            f"what cuts {name} is not known while it is traced (jit, grad, vmap): axes of its mesh {mesh.axis_names} "
-            "are automatic; give a plan (ringattn.plan(mesh, ...)), or make the mesh with AxisType.Explicit"
-        )
-    batch, tokens, heads, dim = [*map(names_of, there.spec), (), (), (), ()][:4]
-    if dim:
-        raise ValueError(f"the head dim of {name} is cut by {dim}; attention needs whole heads: use jax.reshard")
-    return Placed(mesh, batch, tokens, heads)
-
-
-def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = False) -> tuple[Plan, Placed | None, bool]:
-    """The plan of a call, the sharding of its arrays if no plan was given, and whether they are one device's part."""
+def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = False) -> tuple[Plan, bool]:
+    """The plan of a call, and whether its arrays are one device's part."""
     raise_if(of_shapes(q, k, v, linear))
-    own = placed_alike(q, k, v) if plan is None else None
-    plan = plan or plan_where(own, q.shape[1], k.shape[1])
+    if plan is None:
+        raise_if(next(filter(None, (of_mesh(name, x) for name, x in (("q", q), ("k", k), ("v", v)))), None))
+        return plan_alone(q.shape[1], k.shape[1]), True
     if plan.framework != "jax":
         raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
     inside = not isinstance(plan.ring_axis, MeshAxis) or is_local(plan)
-    if not (inside or own):
+    if not inside:
         check_context(plan)
-    return plan, own, inside
+    return plan, inside
 
 
-def cut_of_tokens(q: Array, k: Array, plan: Plan, own: Placed | None) -> P:
-    """The axes of the mesh that cut q, [B, T, H], and also k and v."""
-    mesh, tokens = mesh_here(plan), sequence_axes(plan)
-    batch, heads = (own.batch, own.heads) if own else other_axes(q, plan, mesh)
+def of_mesh(name: str, x: Array) -> str | None:
+    """Why an array needs a plan: it is neither on one device, nor one device's part inside a shard_map."""
+    there = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+    named = isinstance(there, NamedSharding)
+    kinds, size = (there.mesh.axis_types, there.mesh.size) if named else ((), len(there.device_set))
+    if (size <= 1 and AxisType.Explicit not in kinds) or (AxisType.Manual in kinds and not any(there.spec)):
+        return None
+    return f"{name} is on a mesh of {size} devices ({there}): give a plan of it, ringattn.plan(mesh, seq_len=...)"
+
+
+@lru_cache(maxsize=256)
+def plan_alone(seq_len: int, key_len: int) -> Plan:
+    """The plan of arrays on one device."""
+    return Plan(seq_len, key_len=key_len, axes=Ranks(Solo("ring"), Solo("ulysses"), "jax", platform(None)))
+
+
+def on_every_device(
+    function: Any, call: Any, plan: Plan, inside: bool, arrays: Any, numbers: Any, cuts: Any, eager: bool
+) -> Any:
+    """`function(call, arrays, numbers)` on every device, or `inside` a shard_map on this one.
+
+    `cuts(tokens)` are the specs of the arrays, of which q and k come first, and of the results. The numbers are starts
+    of documents and the like, with one row or one for each of the batch.
+    """
+    if inside:
+        return over_mesh(function, call)(arrays, tuple(map(whole_numbers, numbers)))
+    mesh, tokens = current_mesh(plan), cut_of_tokens(*arrays[:2], plan)
+    rows = tuple(P(tokens[0]) if x is not None and x.shape[0] > 1 else P() for x in numbers)
+    given, results = cuts(tokens)
+    program = over_mesh(function, call, mesh, (given, rows), results, plan.axes.cuts is None)
+    of_call = (whole_numbers(x, mesh if eager else None, cut) for x, cut in zip(numbers, rows, strict=True))
+    return program(arrays, tuple(of_call))
+
+
+def whole_numbers(x: Any, mesh: Any = None, cut: P | None = None) -> Array | None:
+    """Numbers as an array; with a mesh of devices, those that are known are put on it."""
+    if not isinstance(x, np.ndarray):
+        return None if x is None else jnp.asarray(x, jnp.int32)
+    there = NamedSharding(mesh, cut) if isinstance(mesh, Mesh) and cut is not None else None
+    return jax.device_put(x.astype(np.int32), there)
+
+
+def cut_of_tokens(q: Array, k: Array, plan: Plan) -> P:
+    """The axes of the mesh that cut q, [B, T, H], and also k and v.
+
+    Those that the plan names cut the batch and the heads; otherwise explicit ones by q's type, and an automatic data
+    axis cuts the batch.
+    """
+    mesh, tokens = current_mesh(plan), sequence_axes(plan)
+    batch = heads = tuple[str, ...]()
+    if plan.axes.cuts is not None:
+        heads = tuple(name for name in plan.axes.cuts[1] if name not in mesh.manual_axes)
+    elif AxisType.Explicit in mesh.axis_types:
+        batch, _, heads, _ = map(names_of, jax.typeof(q).sharding.spec)
+    named = batch_axes(plan, mesh, q.shape[0])
+    batch = batch or (of_kind(AxisType.Auto, mesh, named) if plan.axes.cuts is None else named)
     if twice := set(tokens) & {*batch, *heads}:
         raise ValueError(f"{sorted(twice)} cut the batch or the heads of q, and the plan's sequence; use jax.reshard")
     axes = ", ".join(f"{name}={mesh.shape[name]}" for name in heads)
@@ -379,24 +381,3 @@ def cut_of_tokens(q: Array, k: Array, plan: Plan, own: Placed | None) -> P:
             "heads uncut"
         )
     return P(batch or None, tokens or None, heads or None)
-
-
-def other_axes(q: Array, plan: Plan, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that cut the batch and the heads: those that the plan names.
-
-    Otherwise explicit ones by q's type, and an automatic data axis cuts the batch.
-    """
-    if plan.axes.cuts is not None:
-        return batch_axes(plan, mesh, q.shape[0]), tuple(n for n in plan.axes.cuts[1] if n not in mesh.manual_axes)
-    batch, _, heads, _ = jax.typeof(q).sharding.spec if AxisType.Explicit in mesh.axis_types else [None] * 4
-    data = of_kind(AxisType.Auto, mesh, batch_axes(plan, mesh, q.shape[0]))
-    return names_of(batch) or data, names_of(heads)
-
-
-@lru_cache(maxsize=256)
-def plan_where(placed: Placed | None, seq_len: int, key_len: int) -> Plan:
-    """The plan of tokens in their own order: a contiguous ring over the axes that cut them, if any do."""
-    mesh = placed and placed.mesh
-    ring = MeshAxis(placed.tokens, placed.mesh) if placed else Solo("ring")
-    ulysses = MeshAxis((), placed.mesh) if placed else Solo("ulysses")
-    return Plan(seq_len, ring.size, key_len=key_len, axes=Ranks(ring, ulysses, "jax", platform(mesh)))

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check.attention import of_batch, of_docs, of_lengths, of_plan
@@ -28,7 +27,7 @@ from ringattn.jax.attention.ring import ring_backward, ring_forward
 from ringattn.jax.attention.steps import Score, Visible, cut_of, local_positions, shape_of, step_of
 from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.lookup import spoiled
-from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
+from ringattn.jax.sharding import current_mesh, cut_of_tokens, located, on_every_device
 from ringattn.kernels.partial import NEVER, add_sinks, empty, sink_gradient
 from ringattn.kernels.varying import axes_of, vary
 from ringattn.masks.spec import AttentionSpec, Docs, raise_if, register_in_jax
@@ -62,10 +61,9 @@ def attention(
 ) -> Any:  # fmt: skip
     """softmax(scale * q k^T) v on global arrays in the plan's order (`Plan.shard`); inside shard_map, on local ones.
 
-    Without a plan the arrays are in the sequence's own order, and on the mesh that their sharding names: a contiguous
-    ring over the axes that cut the tokens, none if nothing does.
+    Without a plan they are on one device, in the sequence's own order.
     """
-    plan, placed, inside = located(q, k, v, plan)
+    plan, inside = located(q, k, v, plan)
     spec = AttentionSpec() if spec is None else spec
     length, key_length = (side.local_len if inside else side.tokens.padded_length for side in (plan, plan.keys))
     raise_if(
@@ -86,22 +84,18 @@ def attention(
     key_padded = padded if key_docs is None else key_docs.padded
     call, arrays = Call(Mask(plan, spec, *both, among), return_lse, padded, key_padded), (q, k, v, sinks)
     given = docs and docs.starts, key_docs and key_docs.starts, docs and docs.spans
-    if inside:
-        out, lse = over_mesh(on_device, call)(arrays, tuple(map(whole_numbers, given)))
-    else:
-        mesh, tokens = mesh_here(plan), cut_of_tokens(q, k, plan, placed)
-        names = tokens[0] if isinstance(tokens[0], tuple) else (tokens[0],)
-        is_cut = any(name is not None and mesh.shape[name] > 1 for name in names)
-        if docs is not None and is_constant(docs) and docs.first is None and is_cut:
+    if not inside and docs is not None and is_constant(docs) and docs.first is None:
+        batch = cut_of_tokens(q, k, plan)[0]
+        if batch and MeshAxis(batch, current_mesh(plan)).size > 1:
             raise NotImplementedError(
-                f"{docs}: rows with other trees are part of the program, and the batch is cut over {tokens[0]!r}; call "
+                f"{docs}: rows with other trees are part of the program, and the batch is cut over {batch!r}; call "
                 "attention inside a shard_map over it, with this device's rows"
             )
-        rows = tuple(cut_of_rows(x, tokens) for x in given)
-        starts = tuple(whole_numbers(x, mesh if eager else None, cut) for x, cut in zip(given, rows, strict=True))
-        specs, results = ((tokens, tokens, tokens, P(tokens[2])), rows), (tokens, tokens)
-        program = over_mesh(on_device, call, mesh, specs, results, plan.axes.cuts is None)
-        out, lse = program(arrays, starts)
+
+    def cuts(tokens: P) -> Any:
+        return (tokens, tokens, tokens, P(tokens[2])), (tokens, tokens)
+
+    out, lse = on_every_device(on_device, call, plan, inside, arrays, given, cuts, eager)
     return (out, lse) if return_lse else out
 
 
@@ -124,19 +118,6 @@ def filled(docs: Docs | None) -> Docs | None:
         size *= 8
     more = size + 1 - docs.starts.shape[1]
     return Docs(np.pad(docs.starts, ((0, 0), (0, more)), mode="edge"), docs.length, docs.spans, padded=True)
-
-
-def cut_of_rows(starts: Any, tokens: P) -> P:
-    """The sharding of the starts of documents."""
-    return P(tokens[0]) if starts is not None and starts.shape[0] > 1 else P()
-
-
-def whole_numbers(x: Any, mesh: Any = None, cut: P | None = None) -> Array | None:
-    """Numbers as an array; with a mesh of devices, those that are known are put on it."""
-    if not isinstance(x, np.ndarray):
-        return None if x is None else jnp.asarray(x, jnp.int32)
-    there = NamedSharding(mesh, cut) if isinstance(mesh, Mesh) and cut is not None else None
-    return jax.device_put(x.astype(np.int32), there)
 
 
 def is_constant(docs: Docs | None) -> bool:
@@ -224,10 +205,7 @@ def attended(call: Call, arrays: Arrays, starts: Starts, heads: tuple[int, int] 
 def attended_in_groups(call: Call, groups: int, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
     (q, k, v, sinks), axis = arrays, call.mask.plan.ulysses_axis.rotating
     heads = q.shape[2], k.shape[2]
-    by_group, shared = of_groups((q, k, v), heads, axis, groups)
-
-    def receive(group: Any) -> list[Any]:
-        return ulysses.enter(of_heads(by_group, group, groups, axis.size), axis)
+    receive, shared = of_groups((q, k, v), heads, axis, groups)
 
     def work(group: Any, arrived: list[Array]) -> tuple[Any, Any, Any]:
         q, k, v = [*arrived, *shared]
@@ -239,13 +217,17 @@ def attended_in_groups(call: Call, groups: int, arrays: Arrays, starts: Starts) 
 
 def of_groups(
     arrays: Sequence[Array], heads: tuple[int, int], axis: MeshAxis, groups: int
-) -> tuple[Sequence[Array], list[Array]]:
-    """Of arrays that end with keys and values, those that travel group by group, and those that have arrived.
+) -> tuple[Callable[[Any], list[Any]], list[Array]]:
+    """Of arrays that end with keys and values, how those of a group are received, and those that have arrived for all.
 
     A rank's only key head arrives first, for all groups of its query heads.
     """
     size = len(arrays) if heads[1] >= groups * axis.size else len(arrays) - 2
-    return arrays[:size], received(ulysses.enter(arrays[size:], axis))
+
+    def receive(group: Any) -> list[Any]:
+        return ulysses.enter(of_heads(arrays[:size], group, groups, axis.size), axis)
+
+    return receive, received(ulysses.enter(arrays[size:], axis))
 
 
 def rows_of(
@@ -276,11 +258,8 @@ def gradients_in_groups(
     """(dq, dk, dv) in the dtypes in which they leave."""
     q, k, v = arrays
     axis, (every, form) = axis.rotating, jax.tree.flatten((rows, arrays))
-    by_group, shared = of_groups(every, (q.shape[2], k.shape[2]), axis, groups)
+    receive, shared = of_groups(every, (q.shape[2], k.shape[2]), axis, groups)
     each = 3 - len(shared)  # of the gradients belong to a group, the others to all
-
-    def receive(group: Any) -> list[Any]:
-        return ulysses.enter(of_heads(by_group, group, groups, axis.size), axis)
 
     def work(group: Any, arrived: list[Array]) -> tuple[Any, Any, Any]:
         rows, local = jax.tree.unflatten(form, [*arrived, *shared])

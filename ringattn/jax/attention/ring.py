@@ -62,19 +62,19 @@ def ring_backward(
         return arriving, dq, sum_of(following, (dk, dv)) if flight.grads else (dk, dv)
 
     k, v, rows = lax.optimization_barrier((k, v, rows))  # else XLA sends the first hop, and holds its memory, too early
-    local = (q, k, v, visible.at(0), *rows)
+    inputs = (q, k, v, visible.at(0), *rows)
     if not route.hops:
-        return score.attend_backward(*local)
+        return score.attend_backward(*inputs)
     arriving, dq = rotate(axis, (k, v), route.hops[0]), None
     if score.halves:
-        arriving, dq = lax.optimization_barrier((arriving, score.halves(*local)[0]))
+        arriving, dq = lax.optimization_barrier((arriving, score.halves(*inputs)[0]))
     carry = vary((arriving, dq, None), axes_of(q, k, v, rows, visible.seen))
     _, dq, grads = travel(route.backward, step, carry)
-    grads, local = lax.optimization_barrier((grads, local))  # else XLA does this work before there is a hop to hide
-    own = score.halves(*local) if score.halves else score.attend_backward(*local, dq=dq)
-    dq = dq if score.halves else own[0]
-    returned, *own = lax.optimization_barrier((rotate(axis, grads, route.home), *own[1:]))
-    return dq, *sum_of(tuple(own), returned)
+    grads, inputs = lax.optimization_barrier((grads, inputs))  # else XLA does this work before there is a hop to hide
+    local = score.halves(*inputs) if score.halves else score.attend_backward(*inputs, dq=dq)
+    dq = dq if score.halves else local[0]
+    returned, *local = lax.optimization_barrier((rotate(axis, grads, route.home), *local[1:]))
+    return dq, *sum_of(tuple(local), returned)
 
 
 def travel(runs: list[tuple[Flight, list[int]]], step: Callable[..., Any], carry: Any) -> Any:

@@ -73,7 +73,7 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any, sp
     Trees and slices are constants of the program, from which the intervals are looked up.
     """
     spec, seq_len, key_len = mask.spec, mask.plan.seq_len, mask.plan.keys.seq_len
-    own = p = positions[None]
+    aligned = p = positions[None]
     if mask.docs is not None and (mask.docs.parents is not None or mask.docs.slices is not None):
         return [bounds_at(family, positions, jnp) for family in mask.families]
     begin, end = jnp.zeros_like(p), jnp.full_like(p, key_len)
@@ -85,8 +85,8 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any, sp
         begin, end = entry(limits, i), entry(limits, i + 1)
         if key_starts is not None:
             lasts = jnp.pad(starts, ((0, 0), (0, 1)), mode="edge")
-            own = p + (end - entry(lasts, i + 1))
-    seen = intervals(spec, own, begin, end, None if spans is None else span_of(jnp.asarray(spans, jnp.int32), p))
+            aligned = p + (end - entry(lasts, i + 1))
+    seen = intervals(spec, aligned, begin, end, None if spans is None else span_of(jnp.asarray(spans, jnp.int32), p))
     return [(jnp.where(p < seq_len, low, key_len), jnp.where(p < seq_len, high, key_len)) for low, high in seen]
 
 
@@ -121,7 +121,7 @@ class Table(NamedTuple):
 jax.tree_util.register_pytree_node(Choice, lambda c: ((c.which,), c.sets), lambda sets, which: Choice(sets, *which))
 
 
-MOST_RECTANGLES = 256  # the most rectangles of all sets in a program: each is compiled
+MAX_RECTANGLES = 256  # of all sets in a program: each is compiled
 Cut = Callable[[np.ndarray, np.ndarray, int], tuple[Rectangle, ...] | None]
 
 
@@ -157,7 +157,7 @@ def table_of(mask: Mask, make: Cut, family: int) -> Table | None:
         if rectangles not in sets:
             sets.append(rectangles)
         which[row, rank] = sets.index(rectangles)
-        if sum(map(len, sets)) > MOST_RECTANGLES:
+        if sum(map(len, sets)) > MAX_RECTANGLES:
             return None
     return Table(tuple(sets), which)
 
@@ -231,7 +231,7 @@ def score_of(recipe: SharedRecipe) -> Score:
     halves: Callable[..., Any] | None = loaded.halves and partial(loaded.halves, **given)
     if not loaded.plain:
         refuse_automatic(kernel.name)
-        first = partial(once, kernel.name, instead="make the plan with kernel='reference'")
+        first = partial(first_order, kernel.name, instead="make the plan with kernel='reference'")
         whole, halves = first(whole), halves and first(halves)
     return Score(partial(loaded.attend, **given), whole, loaded.prepare, halves)
 
@@ -249,7 +249,7 @@ def refuse_automatic(kernel: str) -> None:
         )
 
 
-def once(kernel: str, function: Callable[..., Any], instead: str) -> Callable[..., Any]:
+def first_order(kernel: str, function: Callable[..., Any], instead: str) -> Callable[..., Any]:
     """The same function, which refuses to be differentiated."""
 
     @jax.custom_jvp

@@ -24,15 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringattn import serving
 from ringattn.check.arguments import of_arrays
-from ringattn.check.cache import (
-    beside_window,
-    each,
-    of_back,
-    of_fork,
-    of_new,
-    of_room,
-    of_truncated,
-)
+from ringattn.check.cache import beside_window, each, of_back, of_fork, of_new, of_room, of_truncated
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.sharding import batch_axes, check_context, moved, over_mesh, sequence_axes
@@ -181,11 +173,8 @@ def spec_of(cut: P, tokens: tuple[str, ...]) -> P:
 
 def of_positions(max_len: int) -> str | None:
     """Every position is an int32."""
-    return (
-        None
-        if max_len <= LARGEST_POSITION
-        else f"max_len={max_len}: JAX counts positions in 32 bits, at most {LARGEST_POSITION} tokens"
-    )
+    fits = max_len <= LARGEST_POSITION
+    return None if fits else f"max_len={max_len}: JAX counts positions in 32 bits, at most {LARGEST_POSITION} tokens"
 
 
 def devices_along(plan: Plan, by: Any) -> int:
@@ -208,8 +197,8 @@ def keep(cache: KVCache, k: Array, v: Array) -> tuple[KVCache, None]:
     """On one device: append, of the next tokens k and v [B, n, G, D], those that this device holds."""
     rank, n, slots = cache.line.rank, k.shape[1], cache.k.shape[1]
     at = cache.lengths[:, None] + jnp.arange(n, dtype=jnp.int32)
-    here = (at // cache.stripes.block % cache.stripes.ranks == rank) & (at < cache.max_len)
-    target = jnp.where(here, below(cache, at, rank) % slots, slots)  # tokens after the end are dropped
+    is_local = (at // cache.stripes.block % cache.stripes.ranks == rank) & (at < cache.max_len)
+    target = jnp.where(is_local, below(cache, at, rank) % slots, slots)  # tokens after the end are dropped
     rows = jnp.arange(len(at))[:, None]
     k, v = (mine.at[rows, target].set(new, mode="drop") for mine, new in ((cache.k, k), (cache.v, v)))
     lengths = jnp.minimum(cache.lengths + n, cache.max_len)

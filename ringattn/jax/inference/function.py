@@ -6,7 +6,7 @@ Both take a cache and give (out, the cache with the new tokens). Lengths may be 
 `lax.scan`. Both attend to intervals of what each device holds, and merge partials in the order of the devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,17 +15,16 @@ from jax import Array, lax
 
 from ringattn.check.arguments import of_sizes, of_unknown
 from ringattn.check.attention import of_lengths, of_plan, of_shapes
-from ringattn.check.cache import drafts, of_filled, of_parents, of_window
+from ringattn.check.cache import of_filled, of_window
 from ringattn.jax.attention.steps import local_positions, recipe_of, score_of
 from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
 from ringattn.jax.sharding import reordered
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
-from ringattn.masks.bands import bounds_at, families, intervals
+from ringattn.masks.bands import intervals
 from ringattn.masks.numeric import of_choice
-from ringattn.masks.packing import depths
-from ringattn.masks.spec import AttentionSpec, Docs, raise_if, whole
+from ringattn.masks.spec import AttentionSpec, raise_if, whole
 from ringattn.plans.mask import Mask
 from ringattn.plans.plan import Plan
 from ringattn.plans.sizes import heads_problem
@@ -43,7 +42,7 @@ def prefill(
     keys of a device that are attended to, or sent, at once; by default a few times its queries.
     """
     spec = AttentionSpec() if spec is None else spec
-    held = plan.tokens.padded_length
+    length = plan.tokens.padded_length
     raise_if(
         of_choice("move", move, ("auto", *WAYS))
         or of_sizes("keys", keys=keys)
@@ -51,7 +50,7 @@ def prefill(
         or of_dtypes(q, k, v)
         or of_plan(q, k, v, plan)
         or of_sinks_for(q, sinks)
-        or of_lengths(q, k, plan, AttentionSpec(causal=False), (held, held))
+        or of_lengths(q, k, plan, AttentionSpec(causal=False), (length, length))
         or of_cache(cache, plan, spec)
         or cache.problem(k, v, plan.seq_len)
     )
@@ -67,15 +66,14 @@ def decode(
 ) -> tuple[Array, KVCache]:  # fmt: skip
     """The next token or tokens, q, k, v [B, n, H or G, D] for every device: (out [B, n, H, V], the cache).
 
-    Each device attends to the keys it holds; the partials of all are gathered once and merged in the order of the
-    devices. Several tokens see each other causally, or with `parents` as a tree of drafts: token i sees the cache, its
-    parent, which comes before it, the parent of that, and so on (-1: the cache alone).
+    Each device attends to its own keys; the partials of all are gathered in one transfer and merged in the order of the
+    devices. Several tokens see each other causally; trees of drafts (`parents`) are refused.
     """
     spec = AttentionSpec() if spec is None else spec
+    if parents is not None:
+        raise NotImplementedError("parents: trees of drafts are for torch; in JAX decode the branches one by one")
     raise_if(
         of_unknown("decode", unknown)
-        or of_parents(parents, k.shape[1])
-        or of_tree(parents, spec)
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
@@ -83,7 +81,7 @@ def decode(
         or of_tokens(q, k, cache, spec)
         or cache.problem(k, v, k.shape[1])
     )
-    cache, out = over_devices(Decode(spec, drafts(parents)), cache, (), (q, k, v, sinks))
+    cache, out = over_devices(Decode(spec), cache, (), (q, k, v, sinks))
     return out, cache
 
 
@@ -101,25 +99,17 @@ def of_tokens(q: Array, k: Array, cache: KVCache, spec: AttentionSpec) -> str | 
     return of_window(cache.window, spec) or of_filled(cache.concrete_lengths)
 
 
-def of_tree(parents: Any, spec: AttentionSpec) -> str | None:
-    """Why this spec cannot be computed for a tree of drafts after a cache of traced length."""
-    if parents is None or (spec.chunk is None and not spec.first):
-        return None
-    return "parents with chunk or first is not supported in JAX: decode the branches one by one, or in torch"
-
-
 @dataclass(frozen=True)
 class Decode:
     """One device's part of a decode."""
 
     spec: AttentionSpec
-    parents: tuple[int, ...] | None = None
 
     def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
         before, n = cache.lengths, q.shape[1]
         cache, _ = keep(cache, k, v)
-        meeting = Meeting(q, cache, self.spec, before, n, jnp.arange(n), self.parents)
-        partial = meeting.of(Held(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
+        queries = Queries(q, cache, self.spec, before, n, jnp.arange(n))
+        partial = queries.attend((cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
         every = cache.line.all_gather(packed(partial, form_of(q))[None]).wait()
         return cache, finished(merge_stack(unpacked(every, form_of(q))), sinks, q)
 
@@ -137,10 +127,11 @@ class Prefill:
         tokens, before = self.plan.seq_len, cache.lengths
         cache, _ = keep(cache, self.everyone(k), self.everyone(v))
         if self.way == "queries":
-            meeting = Meeting(self.everyone(q), cache, self.spec, before, tokens, jnp.arange(tokens))
-            partial = self.scattered(meeting.here(self.keys), cache.line)
+            queries = Queries(self.everyone(q), cache, self.spec, before, tokens, jnp.arange(tokens))
+            partial = self.scattered(queries.attend_around(self.keys, hops=0), cache.line)
         else:
-            partial = Meeting(q, cache, self.spec, before, tokens, local_positions(self.plan)).travelling(self.keys)
+            queries = Queries(q, cache, self.spec, before, tokens, local_positions(self.plan))
+            partial = queries.attend_around(self.keys, hops=cache.line.size - 1)
         return cache, finished(partial, sinks, q)
 
     def everyone(self, x: Array) -> Array:
@@ -158,16 +149,7 @@ class Prefill:
         return merge_stack(unpacked(line.all_to_all(rows[None], split=2, join=0).wait(), "lse"))
 
 
-class Held(NamedTuple):
-    """Keys and values of some slots, from `start` on; those before `low` were attended to already."""
-
-    k: Array
-    v: Array
-    low: Any = 0
-    start: Any = 0
-
-
-class Meeting(NamedTuple):
+class Queries(NamedTuple):
     """Some queries of a chunk, and a cache that already has the keys of the whole chunk."""
 
     q: Array
@@ -176,7 +158,6 @@ class Meeting(NamedTuple):
     before: Array  # how many tokens each batch row had
     tokens: int
     at: Array  # the queries' places in the chunk
-    parents: tuple[int, ...] | None = None  # of each token of the chunk, in a tree of drafts
 
     def visible(self, at: Array) -> list[tuple[Array, Array]]:
         """Of each family, the positions that the queries `at` see, begin and end [B, T], which never decrease.
@@ -184,81 +165,61 @@ class Meeting(NamedTuple):
         A token that did not fit sees nothing.
         """
         last = self.cache.lengths[:, None]
-        index = position = self.before[:, None] + at[None].astype(jnp.int32)
-        nothing, every = jnp.zeros_like(position), jnp.broadcast_to(last, position.shape)
-        if self.parents is None:
-            seen = intervals(self.spec, position, nothing, every)
-        else:  # the cache, and each token's ancestors and itself
-            docs = Docs.tree([1] * self.tokens, self.parents)
-            depth = jnp.asarray(depths(docs.starts[0], docs.parents[0]), jnp.int32)[at]
-            position = self.before[:, None] + depth[None]
-            held, cached = self.before[:, None], intervals(self.spec, position, nothing, every)
-            seen = [(jnp.minimum(low, held), jnp.minimum(high, held)) for low, high in cached]
-            among = [bounds_at(family, at, jnp) for family in families(self.spec, self.tokens, docs=docs)]
-            seen += [(low + self.before[:, None], high + self.before[:, None]) for low, high in among]
-        fits = index < last
+        position = self.before[:, None] + at[None].astype(jnp.int32)
+        seen = intervals(self.spec, position, jnp.zeros_like(position), jnp.broadcast_to(last, position.shape))
+        fits = position < last
         return [(jnp.where(fits, begin, last), jnp.where(fits, end, last)) for begin, end in seen]
 
-    def of(self, held: Held, source: Any, partial: Partial) -> Partial:
-        """Attention over some slots of the device `source`, merged into `partial`; nothing runs if no key is seen.
+    def attend(self, keys: tuple[Array, Array], source: Any, partial: Partial, start: Any = 0, low: Any = 0) -> Partial:
+        """Attention over keys and values of slots of the device `source`, merged into `partial`.
 
-        What a chunk sees of a device is at most as many keys as there are slots. Counted from the start of the round
-        in which its first key lies, they lie in that round and in the next: an interval of slots in either.
+        The slots are those from `start` on; those before `low` were attended to already. Nothing runs if no key is
+        seen. What a chunk sees of a device is at most as many keys as there are slots. Counted from the start of the
+        round in which its first key lies, they lie in that round and in the next: an interval of slots in either.
         """
-        cache, size = self.cache, held.k.shape[1]
+        cache, size = self.cache, keys[0].shape[1]
         slots = cache.k.shape[1]
-        score = score_of(recipe_of(self.q, held.k, held.v, Mask(cache.plan, self.spec), static=False))
+        score = score_of(recipe_of(self.q, *keys, Mask(cache.plan, self.spec), static=False))
         for seen in self.visible(self.at):
             begin, end = (below(cache, side, source) for side in seen)
             origin = begin[:, :1] // slots * slots
             for _ in range(1 if slots * cache.stripes.ranks >= cache.max_len else 2):
-                first, last = (jnp.clip(x - origin - held.start, held.low - held.start, size) for x in (begin, end))
+                first, last = (jnp.clip(x - origin - start, low - start, size) for x in (begin, end))
                 partial = lax.cond(
                     (first < last).any(),
-                    lambda partial, where: Partial(*score.attend(self.q, held.k, held.v, where, carry=partial)),
+                    lambda partial, where: Partial(*score.attend(self.q, *keys, where, carry=partial)),
                     lambda partial, where: partial,
                     partial, Intervals(first, last),
                 )  # fmt: skip
                 origin = origin + slots
         return partial
 
-    def here(self, keys: int) -> Partial:
-        """Attention over the keys that this device holds, at most `keys` of them at once."""
-        rank = self.cache.line.rank
-        return self.by_slots(lambda held, partial: self.of(held, rank, partial), keys)
+    def attend_around(self, keys: int, hops: int) -> Partial:
+        """Attention over this device's keys and those of `hops` devices before it, at most `keys` slots at once.
 
-    def travelling(self, keys: int) -> Partial:
-        """Attention over all devices' keys: some slots after others travel around the ring behind the compute."""
-        line, rank = self.cache.line, self.cache.line.rank
-
-        def round_trip(held: Held, partial: Partial) -> Partial:
-            def hop(carry: Any, distance: Any) -> Any:
-                pair, partial = carry
-                arriving = line.rotate(pair).wait()
-                partial = self.of(held._replace(k=pair[0], v=pair[1]), (rank - distance) % line.size, partial)
-                return lax.optimization_barrier((arriving, partial)), None
-
-            carry = (held.k, held.v), partial
-            ((k, v), partial), _ = lax.scan(hop, carry, jnp.arange(line.size - 1))
-            return self.of(held._replace(k=k, v=v), (rank + 1) % line.size, partial)
-
-        return self.by_slots(round_trip, keys)
-
-    def by_slots(self, step: Callable[[Held, Partial], Partial], keys: int) -> Partial:
-        """`step` after step for at most `keys` slots of this device's memory at once."""
-        k, v, slots = self.cache.k, self.cache.v, self.cache.k.shape[1]
+        The latter travel around the ring behind the compute.
+        """
+        line, rank, slots = self.cache.line, self.cache.line.rank, self.cache.k.shape[1]
         size = min(keys, slots)
 
         def attend_next(i: Array, partial: Partial) -> Partial:
-            start = jnp.minimum(i * size, slots - size)
-            pair = [lax.dynamic_slice_in_dim(x, start, size, 1) for x in (k, v)]
-            return step(Held(pair[0], pair[1], i * size, start), partial)
+            low, start = i * size, jnp.minimum(i * size, slots - size)
+            carry = tuple(lax.dynamic_slice_in_dim(x, start, size, 1) for x in (self.cache.k, self.cache.v)), partial
 
-        low, high = self.reach()
-        return lax.fori_loop(low // size, -(-high // size), attend_next, empty(self.q, v.shape[-1]))
+            def hop(carry: Any, distance: Any) -> Any:
+                pair, partial = carry
+                arriving = line.rotate(pair).wait()
+                partial = self.attend(pair, (rank - distance) % line.size, partial, start, low)
+                return lax.optimization_barrier((arriving, partial)), None
+
+            pair, partial = lax.scan(hop, carry, jnp.arange(hops))[0] if hops else carry
+            return self.attend(pair, (rank - hops) % line.size, partial, start, low)
+
+        first, last = self.reach()
+        return lax.fori_loop(first // size, -(-last // size), attend_next, empty(self.q, self.cache.v.shape[-1]))
 
     def reach(self) -> tuple[Array, Array]:
-        """The smallest range of slots that holds, on every device, all keys that some query of the chunk sees.
+        """The smallest range of slots that has, on every device, all keys that some query of the chunk sees.
 
         All slots, where such keys have come round. It is worked out for all devices at once, so all get the same.
         """

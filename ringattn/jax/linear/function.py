@@ -10,12 +10,11 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
-from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, whole_numbers
+from ringattn.jax.attention.function import filled, is_eager
 from ringattn.jax.check import of_dtypes
-from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_device
-from ringattn.jax.linear.states import KEPT
+from ringattn.jax.linear.device import STATES, Arrays, Call, by_kernel, kernel_of, on_device
 from ringattn.jax.lookup import spoiled
-from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
+from ringattn.jax.sharding import located, on_every_device
 from ringattn.kernels.arrays import accumulator
 from ringattn.masks.numeric import of_choice
 from ringattn.masks.spec import Docs, raise_if
@@ -42,30 +41,30 @@ def linear_attention(
 ) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t, on global arrays in the plan's order.
 
-    Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are in the
-    sequence's own order, on the mesh that their sharding names.
+    Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are on one device, in
+    the sequence's own order.
     """
-    plan, lying, inside = located(q, k, v, plan, linear=True)
+    plan, inside = located(q, k, v, plan, linear=True)
     arrays = q, k, v, log_decay, beta, initial_state
     length = plan.local_len if inside else plan.tokens.padded_length
     problem = problem_of(arrays, plan, docs, scale, kernel, scan, length)
     raise_if(problem or of_numbers(log_decay, beta, plan, docs, check))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    returned = returned_states(return_state, initial_state, docs, q.shape[0])
-    documents = returned == "documents" or by_document(initial_state, docs, q.shape[0])
-    if is_eager(q) and not documents:
-        docs = filled(docs)
-    kernel = kernel_of(kernel, plan, q, v, documents)
-    call = Call(plan, scale, scan, returned, documents, docs is not None and docs.padded, kernel)
-    starts = docs and docs.starts
-    if inside:
-        out, end = over_mesh(recomputed, call)(arrays, whole_numbers(starts))
-    else:
-        mesh, tokens = mesh_here(plan), cut_of_tokens(q, k, plan, lying)
-        rows, state = cut_of_rows(starts, tokens), P(tokens[0], tokens[2])
-        specs, results = ((*[tokens] * 5, state), rows), (tokens, state)
-        program = over_mesh(recomputed, call, mesh, specs, results, plan.axes.cuts is None)
-        out, end = program(arrays, whole_numbers(starts, mesh if is_eager(q) else None, rows))
+    several = returned_states(return_state, initial_state, docs, q.shape[0]) == "documents"
+    if several or by_document(initial_state, docs, q.shape[0]):
+        raise NotImplementedError(
+            "states one a document are computed in torch only; in JAX give each document a row of the batch"
+        )
+    eager = is_eager(q)
+    docs = filled(docs) if eager else docs
+    kernel = kernel_of(kernel, plan, q, v)
+    call = Call(plan, scale, bool(return_state), docs is not None and docs.padded, kernel)
+
+    def cuts(tokens: P) -> Any:
+        state = P(tokens[0], tokens[2])
+        return (*[tokens] * 5, state), (tokens, state)
+
+    out, end = on_every_device(recomputed, call, plan, inside, arrays, (docs and docs.starts,), cuts, eager)
     return (out, end) if return_state else out
 
 
@@ -106,11 +105,12 @@ def of_numbers(
     return None
 
 
-def recomputed(call: Call, arrays: Arrays, starts: Any) -> Any:
+def recomputed(call: Call, arrays: Arrays, given: tuple[Any]) -> Any:
     """One device's part, of which the inputs and the states before chunks are kept for backward, and nothing else."""
+    (starts,) = given
     if call.kernel == "pallas":
         part: Any = by_kernel(call, arrays, starts)
     else:
-        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+        policy = jax.checkpoint_policies.save_only_these_names(STATES)
         part = jax.checkpoint(partial(on_device, call), policy=policy)(arrays, starts)
     return jax.tree.map(lambda x: spoiled(x, starts), part)
