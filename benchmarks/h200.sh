@@ -20,18 +20,13 @@ kernels() { # with FlashAttention-4 installed, and again without it
     bench kernels mask=causal,full,short tokens=8192,32768,131072
     bench kernels mask=4096 tokens=65536 && bench kernels head_dim=64
 }
-linear() { # beside flash-linear-attention, if it is installed, which tries its kernels out for a minute or two
-    for rule in gated delta kimi; do bench kernels rule=$rule heads=16 tokens=32768,131072; done
-}
+linear() { for rule in gated delta kimi; do bench ring ranks=1 rule=$rule heads=16 tokens=32768,131072; done; }
 
 # four GPUs
 ring() { bench ring ranks=$R tokens=16384,32768,131072; }
 documents() { bench ring ranks=$R tokens=131072 mask=long,short; }
 window() { bench ring ranks=$R tokens=131072 mask=4096; }
-peers() {
-    bench ring ranks=$R tokens=16384,32768,131072 kernel=cudnn
-    torchrun --nproc-per-node "$R" benchmarks/context_parallel.py 16384 32768 131072
-}
+cudnn() { bench ring ranks=$R tokens=16384,32768,131072 kernel=cudnn; }
 groups() { # Ulysses and gather, whole and by groups of heads, through both transports
     for n in 1 2 4; do
         bench ring ranks=$R ulysses=$R strategy=ulysses tokens=32768,131072 groups=$n transports=symmetric,group
@@ -39,14 +34,15 @@ groups() { # Ulysses and gather, whole and by groups of heads, through both tran
     done
 }
 graphs() { bench ring ranks=$R tokens=16384 transports=group,symmetric graphs=true; }
-memory() { bench ring ranks=$R tokens=262144,524288,1048576 modes=forward+backward floor=false repeats=1 warmup=1; }
+memory() { bench ring ranks=$R tokens=262144,524288,1048576 repeats=1; }
 prefill() { bench inference ranks=$R ways=ring,whole,chunks tokens=8192,32768,131072 repeats=3; }
-decode() { bench inference ranks=$R ways=decode,row,graph tokens=1048576 transports=auto,group,symmetric; }
+decode() { # one call alone, and many in a row
+    for n in 1 20; do bench inference ranks=$R ways=decode,graph calls=$n tokens=1048576 transports=auto,group,symmetric; done
+}
 scan() { bench ring ranks=$R rule=gated heads=16 scan=gather,ring,pipeline tokens=$((8192 * R)),$((131072 * R)); }
 jax() { bench jax ranks=$R kernel=cudnn; }
-train() { # 7 blocks a GPU of the 8-billion shape, and their floor
+train() { # 7 blocks a GPU of the 8-billion shape
     python3 -m ringattn train experiment=h200_long model.layers=$((7 * R)) nproc=$R steps=8 picture=false folder="$OUT" run=long
-    python3 benchmarks/step.py "$OUT/long"
 }
 million() {
     python3 -m ringattn train experiment=million model.layers=$R nproc=$R picture=false folder="$OUT" run=million

@@ -3,7 +3,7 @@
 Hosts are network namespaces, each with a host name of its own, that a bridge joins; what leaves a host passes a link
 of so many Mbit/s. torchrun starts two ranks in each. There `ringattn verify` must pass, which draws every strategy and
 route. Then this machine is calibrated, and of a few settings every candidate is measured beside what was
-predicted and simulated of it: nine of ten plans must be within 10% of the fastest. The links are so slow that they
+predicted of it: nine of ten plans must be within 10% of the fastest. The links are so slow that they
 decide: eight ranks compute on whatever cores there are. Needs Linux, root and iproute2; takes half an hour.
 
 Words choose a part, and a file to which rows are appended: `tests/hosts.py hosts=4 speeds=25,50 out=FILE`. With
@@ -73,7 +73,7 @@ def run(options: Options) -> int:
 def judged(rows: list[Row]) -> int:
     """Show all rows; nine of ten plans must be within 10% of the fastest candidate."""
     print(table(rows, ["hosts", "mbit", *plans.COLUMNS]))
-    print("\n".join(plans.summary(rows)))
+    print(plans.summary(rows))
     chosen = [row["of_best"] for row in rows if row["pick"] and row["mode"] == plans.MODES[-1]]
     return int(sum(x > 1.1 for x in chosen) > len(chosen) // 10)
 
@@ -141,7 +141,7 @@ def worker(options: Options) -> int:
 
 def candidates(ranks: int, settings: list[str]) -> Iterator[Row]:
     """The rows of all settings, with the time of the slowest rank, on the machine as calibrated just now."""
-    machine = calibrate.among_ranks("cpu", 5, HEAD_DIM)
+    machine = calibrate.among_ranks("cpu", HEAD_DIM)
     for row in plans.measured(plans_options(ranks, settings), machine):
         every = messages.gather(row["ms"])
         yield row | {"ms": max(every), "calibrated": calibrated(machine)}

@@ -98,7 +98,10 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
     ("more", "message"),
     [
         (["tokens=8"], "tokens=8, docs=0 are of a model"),
-        (["model={}", "cases=docs"], "is compared as a whole, in float32, with kernel=auto; leave cases= out"),
+        (
+            ["model={}", "cases=docs"],
+            "is compared as a whole, in float32, with kernel=auto; leave cases=, kernel=, dtype= out",
+        ),
         (["model={}", "tokens=129"], "tokens=129: the model has positions for 128; give tokens=128"),
         (["model={}", "tokens=4", "docs=5"], "docs=5 do not fit in 4 tokens"),
     ],

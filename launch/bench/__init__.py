@@ -9,12 +9,13 @@ milliseconds, ratios.
 
 import dataclasses
 import json
+import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from ringattn.launch.words import answer, option, usage, values, writable
 SUITES = {
     "inference": "a token over a cache that is spread over ranks, and a prompt whole and in chunks",
     "jax": "attention on JAX arrays over this machine's GPUs, next to its kernel alone",
-    "kernels": 'one GPU: kernel="auto" and our kernels, also of linear attention, next to others\' in turns',
-    "plans": "the candidates of plans over ranks: predicted, simulated, measured here",
+    "kernels": 'one GPU: kernel="auto" and each kernel, next to FlashAttention-4 itself, in turns',
+    "plans": "the candidates of plans over ranks: predicted, and measured here",
     "ring": "attention and linear attention over ranks, next to the same work without communication",
 }
 OUT = option(None, "a file that the rows are appended to, one JSON line each")
@@ -46,47 +47,45 @@ def main(argv: list[str]) -> int:
     if name not in SUITES:
         print(f"ringattn bench: no suite {name!r}{nearest(name, SUITES)} ({', '.join(SUITES)})", file=sys.stderr)
         return 2
-
-    return answer(f"bench {name}", lambda: measure(f"bench {name}", import_module(f"{__name__}.{name}"), words))
+    return answer(f"bench {name}", lambda: measure(name, import_module(f"{__name__}.{name}"), words))
 
 
 def measure(name: str, suite: Any, words: list[str]) -> None:
     """Run a suite, print each row and append it to out=FILE if given, and print all of them."""
     keys = dataclasses.make_dataclass("Keys", [("out", str | None, OUT)], bases=(suite.Options,))
     if any(w in ("-h", "--help") for w in words):
-        print(usage(name, suite.__doc__, keys))
+        print(usage(f"bench {name}", suite.__doc__, keys))
         return
     chosen = values(words, keys)
     out = chosen.pop("out", None)
     options = suite.Options(**chosen)
     check(options)
-    file = writable(Path(out)) if out else None
-    about = run_ranks(stamp, 1)[0] if file else {}  # in a process that ends: to ask for a GPU's name takes its memory
+    file = writable(Path(out)) if out else Path(os.devnull)
+    about = run_ranks(stamp, 1)[0] if out else {}  # in a process that ends: to ask for a GPU's name takes its memory
     rows = []
-    with ExitStack() as stack:
-        lines = stack.enter_context(file.open("a")) if file else None
+    with file.open("a") as lines:
         for row in suite.run(options):
             print("  ".join(f"{n}={cell(row.get(n))}" for n in suite.COLUMNS), file=sys.stderr, flush=True)
-            rows.append({**about, **row})
-            if lines:
-                lines.write(json.dumps(rows[-1]) + "\n")
-                lines.flush()
+            rows.append({"suite": name, **about, **row})
+            print(json.dumps(rows[-1]), file=lines, flush=True)
     more = [name for row in rows for name in row if name.startswith("over_")]
     print(table(rows, [*suite.COLUMNS, *dict.fromkeys(more)]))
 
 
 def check(options: Any) -> None:
-    """A ValueError for heads that do not divide, missing GPUs, and the lengths for GPUs on a CPU."""
+    """A ValueError for unknown masks, missing GPUs, and the lengths for GPUs on a CPU."""
     import torch
 
+    from ringattn.launch.bench.masks import asked_by
+
     default, gpus, ranks = type(options)(), torch.cuda.device_count(), getattr(options, "ranks", 1)
-    device, short = getattr(options, "device", None), "on a CPU use device=cpu and tokens=1024 or the like"
-    if hasattr(options, "kv_heads") and options.heads % options.kv_heads:
-        raise ValueError(f"{options.kv_heads} key heads do not divide {options.heads} query heads")
-    if device == "cuda" and ranks > gpus:
+    short = "on a CPU use device=cpu and tokens=1024 or the like"
+    for mask in getattr(options, "mask", ()):
+        asked_by(mask, max(options.tokens))
+    if options.device == "cuda" and ranks > gpus:
         raise ValueError(f"ranks={ranks} need a GPU each, and torch sees {gpus}; {short}")
-    for name in ("tokens", "settings", "cells"):
-        if device == "cpu" and hasattr(options, name) and getattr(options, name) == getattr(default, name):
+    for name in ("tokens", "settings"):
+        if options.device == "cpu" and hasattr(options, name) and getattr(options, name) == getattr(default, name):
             raise ValueError(f"without {name}= the lengths are a GPU's; {short}")
 
 
@@ -99,7 +98,7 @@ def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) 
     ranks, backend = options.ranks, "nccl" if options.device == "cuda" else "gloo"
     print(f"measuring {ranks} rank{'s' * (ranks > 1)} on {options.device} ...", file=sys.stderr, flush=True)
     for measured in each(rows, ranks, options, backend=backend, timeout=options.timeout):
-        row = {"suite": rows.__module__.rpartition(".")[2], **same, **measured[0]}
+        row = {**same, **measured[0]}
         yield row | {n: max(m[n] for m in measured) for n in worst if row[n] is not None}
 
 
@@ -114,11 +113,5 @@ def stamp() -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {"commit": commit, "device": device, "torch": torch.__version__, "triton": version("triton")}
-
-
-def version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
+    versions = {name: metadata.version(name) for name in ("torch", "triton", "jax") if find_spec(name)}
+    return {"commit": commit, "device": device, **versions}

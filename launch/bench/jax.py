@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 import ringattn as ra
-from ringattn.launch.bench import Row, version
+from ringattn.launch.bench import Row
 from ringattn.launch.bench.masks import WORDS, Case, case_of
-from ringattn.launch.bench.ring import FLOPS
-from ringattn.launch.bench.timing import IN_A_ROW, median_ms
+from ringattn.launch.bench.timing import CALLS, FLOPS, Heads, median_ms
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "ranks", "strategy", "layout", "kernel", "mode", "ms", "tflops", "alone", "ratio"]
@@ -26,25 +25,19 @@ OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_collective_permute_combine_threshold_bytes": str(1 << 30),
 }
-ALIGNED = 128  # tokens; kernels are slower at odd lengths
-LONGEST_ON_CPU = 2048
 
 
 @dataclass
-class Options:
+class Options(Heads):
+    device: str = option("gpu", "where it runs", among=("gpu", "cpu"))
     ranks: int = option(0, "devices; 0: all of them")
     ulysses: int = option(1, "how many of them are Ulysses ranks")
     tokens: list[int] = option([32768], "lengths of the whole sequence")
     mask: list[str] = option(["causal"], WORDS)
-    heads: int = option(32, "query heads")
-    kv_heads: int = option(8, "key heads")
-    head_dim: int = option(128, "head dim")
     strategy: str = option("ring", "ring, gather or ulysses")
     layout: list[str] = option(["zigzag"], "contiguous, striped or zigzag")
     kernel: str = option("auto", "the kernel of every step")
-    calls: int = IN_A_ROW
-    repeats: int = option(10, "timed runs")
-    hide: bool = option(True, "whether the compiler is asked to hide transfers")
+    calls: int = CALLS
 
 
 def run(options: Options) -> Iterator[Row]:
@@ -53,31 +46,27 @@ def run(options: Options) -> Iterator[Row]:
     import ringattn.jax as rj
 
     devices = jax.devices()[: options.ranks or None]
-    ranks = len(devices)
-    if ranks < options.ranks or ranks % options.ulysses:
-        there = f"jax sees {len(jax.devices())} device(s)"
-        raise ValueError(f"ranks={options.ranks} and ulysses={options.ulysses}, and {there}")
-    if devices[0].platform == "cpu" and max(options.tokens) > LONGEST_ON_CPU:
-        raise ValueError(f"jax sees no GPU; on a CPU use tokens={LONGEST_ON_CPU} or fewer, and heads=4 kv_heads=2")
+    ranks, kind = len(devices), devices[0].device_kind
+    if ranks < options.ranks:
+        raise ValueError(f"ranks={options.ranks}, and jax sees {ranks} device(s)")
+    if devices[0].platform == "cpu" and options.device != "cpu":
+        raise ValueError("jax sees no GPU; use device=cpu tokens=2048 heads=4 kv_heads=2 or the like")
     mesh = rj.init_mesh(ring=ranks // options.ulysses, ulysses=options.ulysses, devices=devices)
     single = rj.init_mesh(ring=1, devices=devices[:1])
-    how: dict[str, Any] = {"heads": (options.heads, options.kv_heads), "head_dim": options.head_dim}
-    how["kernel"] = options.kernel
+    how: dict[str, Any] = {**options.sizes, "kernel": options.kernel}
     for mask, tokens in product(options.mask, options.tokens):
         case = case_of(mask, tokens)
-        part = max(1, round(case.tokens / ranks**0.5 / ALIGNED)) * ALIGNED
-        less = case_of(mask, part) if case.plain and ranks > 1 else case
+        less = case.alone(ranks)
         alone = measured(options, ra.plan(single, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
         for layout in options.layout:
             plan = ra.plan(mesh, seq_len=case.tokens, strategy=options.strategy, layout=layout, **case.asked, **how)
-            kernel = next((x for x in plan.report.lines if x.startswith("kernel ")), "").split("-> ")[-1]
             for mode, ms in measured(options, plan, case).items():
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim / ranks
                 floor = alone[mode] * case.pairs / less.pairs / ranks
                 yield {
-                    "suite": "jax", "jax": version("jax"), "devices": devices[0].device_kind, **asdict(options),
+                    "devices": kind, **asdict(options),
                     "tokens": case.tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
-                    "kernel": kernel.partition(" ")[0] or plan.kernel, "mode": mode, "ms": ms,
+                    "mode": mode, "ms": ms,
                     "tflops": flops / ms / 1e9, "alone": flops / floor / 1e9, "ratio": floor / ms,
                 }  # fmt: skip
 
@@ -99,8 +88,7 @@ def measured(options: Options, plan: Any, case: Case) -> dict[str, float]:
         out, back = jax.vjp(lambda q, k, v: forward(q, k, v, dout), q, k, v)
         return out, *back(dout)
 
-    choices = OPTIONS if plan.device == "cuda" and options.hide else {}
-    medians = {}
+    choices, medians = OPTIONS if plan.device == "cuda" else {}, {}
     for name, function in {"forward": forward, "forward+backward": both}.items():
         program = jax.jit(function).lower(*given).compile(compiler_options=choices)
 

@@ -4,6 +4,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,26 @@ from ringattn.launch.train import metrics
 from ringattn.launch.words import option
 
 RULES = ("softmax", "gated", "delta", "kimi")
-RULE: Any = option(
-    "softmax", "attention, or linear attention by this rule: all of its heads are query heads", among=RULES
-)
+CALLS: Any = option(1, "calls in a row, of which one is timed: as in a model, the host launches ahead")
+TIMEOUT: Any = option(900.0, "seconds for all")
+FLOPS = {"forward": 4, "forward+backward": 14}  # of a pair, a head and a dim
 Passes = dict[str, Callable[[], Any]]
-IN_A_ROW: Any = option(1, "calls in a row, of which one is timed: as in a model, the host launches ahead")
+
+
+@dataclass
+class Heads:
+    """What suites of attention have in common."""
+
+    heads: int = option(32, "query heads")
+    kv_heads: int = option(8, "key heads")
+    head_dim: int = option(128, "head dim")
+    device: str = option("cuda", "where it runs", among=("cuda", "cpu"))
+    repeats: int = option(10, "timed runs, of which the median counts")
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """As a plan takes them."""
+        return {"heads": (self.heads, self.kv_heads), "head_dim": self.head_dim}
 
 
 def dtype_on(device: str) -> Any:
@@ -28,14 +44,14 @@ def dtype_on(device: str) -> Any:
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
-def draws(options: Any, tokens: int, heads: str = "qkv", batch: int = 1, grads: bool = False) -> list[Any]:
-    """Random [batch, tokens, heads, head_dim] for each letter: q (or o) of the query heads, k and v of the key heads.
+def draws(options: Any, tokens: int, heads: str = "qkv", grads: bool = False) -> list[Any]:
+    """Random [1, tokens, heads, head_dim] for each letter: q (or o) of the query heads, k and v of the key heads.
 
     With `grads` all but o require a gradient.
     """
     counts = {"q": options.heads, "k": options.kv_heads, "v": options.kv_heads, "o": options.heads}
     how = {"device": options.device, "dtype": dtype_on(options.device)}
-    shapes = [(name, (batch, tokens, counts[name], options.head_dim)) for name in heads]
+    shapes = [(name, (1, tokens, counts[name], options.head_dim)) for name in heads]
     return [torch.randn(*shape, **how, requires_grad=grads and name != "o") for name, shape in shapes]
 
 
@@ -45,7 +61,7 @@ def linear_draws(options: Any, tokens: int) -> tuple[list[Any], Tensor]:
     Gates are logsigmoid(x) / 16, one a head for Gated DeltaNet and one a channel else; the delta rules take q and k of
     length 1.
     """
-    q, k, v, dout = (draws(options, tokens, "q")[0] for _ in range(4))
+    q, k, v, dout = draws(options, tokens, "qqqq")
     gates = torch.randn(q.shape[: 3 if options.rule == "delta" else 4], device=options.device)
     g, beta = F.logsigmoid(gates) / 16, None
     if options.rule != "gated":
@@ -63,21 +79,18 @@ def passes(attend: Callable[[], Any], leaves: Sequence[Any], dout: Any) -> Passe
     }
 
 
-def attention_passes(options: Any, plan: Any, **asked: Any) -> Passes:
-    """The passes of attention by a plan, on random data of this rank."""
-    q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
-    return passes(lambda: ra.attention(q, k, v, plan, **asked), (q, k, v), dout)
-
-
-def linear_passes(options: Any, plan: Any, kernel: str, scan: str = "auto", docs: Any = None) -> Passes:
-    """The same of linear attention, whose states travel by `scan`."""
+def passes_of(options: Any, plan: Any, asked: dict[str, Any], kernel: str = "auto", scan: str = "auto") -> Passes:
+    """The passes of attention by a plan, on random data of this rank; of linear attention also by a kernel and scan."""
+    if getattr(options, "rule", "softmax") == "softmax":
+        q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
+        return passes(lambda: ra.attention(q, k, v, plan, **asked), (q, k, v), dout)
     (q, k, v, g, beta), dout = linear_draws(options, plan.local_len)
-    how: dict[str, Any] = {"beta": beta, "scan": scan, "kernel": kernel, "docs": docs, "check": False}
+    how: dict[str, Any] = {"beta": beta, "scan": scan, "kernel": kernel, "docs": asked.get("docs"), "check": False}
     return passes(lambda: ra.linear_attention(q, k, v, g, plan, **how), (q, k, v, g, beta), dout)
 
 
 def memory_from_now(device: str) -> metrics.Memory:
-    """The memory that is held from now on; on a CPU freed tensors go back to the system at once."""
+    """The memory that is allocated from now on; on a CPU freed tensors go back to the system at once."""
     if device == "cpu":
         ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
     memory = metrics.Memory(torch.device(device))
@@ -109,10 +122,10 @@ def together(call: Callable[[], Any], calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def median_ms(call: Callable[[], Any], repeats: int, warmup: int = 2, graph: bool = False, calls: int = 1) -> float:
+def median_ms(call: Callable[[], Any], repeats: int, graph: bool = False, calls: int = 1) -> float:
     """The median in milliseconds, all ranks starting together; with `graph`, of replays of the call as a CUDA graph."""
-    for _ in range(warmup):
-        call()
+    call()
+    call()
     call = captured(call) if graph else call
     return statistics.median(together(call, calls) * 1e3 for _ in range(repeats))
 
@@ -129,7 +142,7 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
+def in_turns(calls: Passes, rounds: int, device: str) -> dict[str, list[float]]:
     """Milliseconds of each call in each round, on this rank alone, after two calls to warm up.
 
     Rounds begin with another call in turn. The GPU waits for the host once a round, never between calls.
@@ -138,10 +151,9 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> d
         call()
         call()
     finish()
-    names, times = list(calls), {name: [] for name in calls}  # type: tuple[list[str], dict[str, list[float]]]
-    for number in range(rounds):
-        first = number % len(names)
-        order, stamps = names[first:] + names[:first], [stamp(device)]
+    order, times = list(calls), {name: list[float]() for name in calls}
+    for _ in range(rounds):
+        order, stamps = order[1:] + order[:1], [stamp(device)]
         for name in order:
             calls[name]()
             stamps.append(stamp(device))

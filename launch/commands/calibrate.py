@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 import ringattn as ra
 from ringattn.comms import messages
 from ringattn.comms.process_group import hosts_of
-from ringattn.launch.bench.timing import alone_ms, copy_rate, dtype_on, median_ms
+from ringattn.launch.bench.timing import Heads, Passes, alone_ms, copy_rate, dtype_on, median_ms, passes_of
 from ringattn.launch.processes import join
 from ringattn.launch.words import option, writable
 from ringattn.plans.machine import OWN, Link, Machine, chip_here, of_device, of_text, write
@@ -30,14 +29,14 @@ from ringattn.plans.predict import BACKWARD
 
 SIZES = {"cpu": (1024, 256, 512), "cuda": (16384, 4096, 8192)}  # tokens of a call, of a window, rows of a product
 HEADS, DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
-OWN_CORES = 0.9  # of the speed of one rank alone: each of those that compute at once has a core of its own
+ALONE = 0.9  # of the speed of one rank alone: from here on each of those that compute at once has a core to itself
 BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a transfer
+REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Options:
     out: str | None = option(None, f"the file to write; by default {OWN.name} in ~/.cache/ringattn, which plans find")
-    repeats: int = option(5, "timed calls of each kind", least=1)
     head_dim: int = option(0, f"of your heads; 0: {DIM['cpu']} on a CPU, {DIM['cuda']} on a GPU", least=0)
 
 
@@ -51,7 +50,7 @@ def run(options: Options) -> int:
     speaks = not many or dist.get_rank() == 0
     if speaks:
         writable(path)
-    machine = (among_ranks if many else measured)(device, options.repeats, options.head_dim)
+    machine = (among_ranks if many else measured)(device, options.head_dim or DIM[device])
     if speaks:
         write(machine, path)
         print(f"{machine.name}: {machine.source}\nwrote {path} in {time.perf_counter() - began:.0f} s")
@@ -60,42 +59,37 @@ def run(options: Options) -> int:
     return 0
 
 
-def among_ranks(device: str, repeats: int, head_dim: int = 0) -> Machine:
+def among_ranks(device: str, head_dim: int) -> Machine:
     """What rank 0 measures while the others wait, then the links and cores that all share: the same on every rank."""
-    alone = messages.gather(measured(device, repeats, head_dim).text if dist.get_rank() == 0 else None)[0]
-    machine = linked(of_text(alone), device, repeats)
-    return machine.replace(cores=cores(machine.gpus, repeats, head_dim)) if device == "cpu" else machine
+    alone = messages.gather(measured(device, head_dim).text if dist.get_rank() == 0 else None)[0]
+    machine = linked(of_text(alone), device)
+    return machine.replace(cores=cores(machine.gpus, head_dim)) if device == "cpu" else machine
 
 
-def attention(device: str, dim: int, tokens: int, window: int | None, dtype: Any) -> list[Callable[[], Any]]:
-    """A forward pass, and one with backward."""
-    sizes = 1, tokens, HEADS[device], dim or DIM[device]
-    q, k, v = (torch.randn(sizes, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    dout, forward = torch.ones_like(q), partial(ra.attention, q, k, v, spec=ra.AttentionSpec(window=window))
-    return [forward, lambda: torch.autograd.grad(forward(), (q, k, v), dout)]
+def attention(device: str, head_dim: int, tokens: int, window: int | None = None) -> Passes:
+    heads = Heads(HEADS[device], HEADS[device], head_dim, device)
+    return passes_of(heads, ra.plan(seq_len=tokens), {"spec": ra.AttentionSpec(window=window)})
 
 
-def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
+def measured(device: str, head_dim: int) -> Machine:
     """This rank alone."""
     base, (long, window, rows), native = of_device(device), SIZES[device], dtype_on(device)
 
-    def passes(tokens: int, sees: int | None = None, dtype: Any = native) -> tuple[float, float]:
+    def passes(tokens: int, sees: int | None = None) -> tuple[float, float]:
         """Seconds of a call, forward and backward."""
-        calls = attention(device, head_dim, tokens, sees, dtype)
-        forward, both = (alone_ms(call, repeats, device) / 1e3 for call in calls)
+        forward, both = (alone_ms(x, REPEATS, device) / 1e3 for x in attention(device, head_dim, tokens, sees).values())
         return forward, max(1e-9, both - forward)
 
     def rate(seconds: tuple[float, float], pairs: float) -> tuple[float, float]:
-        flops = 4 * HEADS[device] * (head_dim or DIM[device]) * pairs / 1e12
+        flops = 4 * HEADS[device] * head_dim * pairs / 1e12
         return flops / max(1e-9, seconds[0] - start[0]), BACKWARD * flops / max(1e-9, seconds[1] - start[1])
 
-    start, whole = passes(8), long * (long + 1) / 2
-    rates = {str(native).removeprefix("torch."): rate(passes(long), whole)}
+    start = passes(8)
+    rates = {str(native).removeprefix("torch."): rate(passes(long), long * (long + 1) / 2)}
     if device == "cpu":  # another kernel serves what is no few rectangles; those of GPUs have rates of their own
         rates["tiled/float32"] = rate(passes(long, window), (long - window / 2) * window)
-        rates["bfloat16"] = rate(passes(long, dtype=torch.bfloat16), whole)
     x = torch.randn(rows, rows, dtype=native, device=device)
-    product = 2 * rows**3 / alone_ms(lambda: x @ x, repeats, device) / 1e9
+    product = 2 * rows**3 / alone_ms(lambda: x @ x, REPEATS, device) / 1e9
     chip, arch = chip_here(device) or "", tuple[int, ...]()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device == "cuda":
@@ -107,7 +101,7 @@ def measured(device: str, repeats: int, head_dim: int = 0) -> Machine:
     )  # fmt: skip
 
 
-def linked(machine: Machine, device: str, repeats: int) -> Machine:
+def linked(machine: Machine, device: str) -> Machine:
     """The same with the links that were measured among all ranks."""
     ranks = dist.get_world_size()
     assert dist.group.WORLD is not None
@@ -115,13 +109,13 @@ def linked(machine: Machine, device: str, repeats: int) -> Machine:
     gpus = ranks // hosts
     links: dict[str, Any] = {"source": f"{machine.source}; links measured on {ranks} ranks of {hosts} hosts"}
     if gpus > 1:
-        links["inside"] = link(1, gpus, gpus, device, repeats, machine.inside.sharing)
+        links["inside"] = link(1, gpus, gpus, device, machine.inside.sharing)
     if hosts > 1:
-        links["between"] = link(gpus, ranks, gpus, device, repeats, machine.between.sharing)
+        links["between"] = link(gpus, ranks, gpus, device, machine.between.sharing)
     return machine.replace(gpus=gpus, **links)
 
 
-def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: int) -> Link:
+def link(shift: int, among: int, gpus: int, device: str, sharing: int) -> Link:
     """The link to the rank `shift` further in groups of `among` ranks, while all `gpus` of every host send."""
     first, index = divmod(dist.get_rank(), among)
     after, before = (first * among + (index + by) % among for by in (shift, -shift))
@@ -135,21 +129,21 @@ def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: 
             for work in dist.batch_isend_irecv(moves):
                 work.wait()
 
-        return slowest(move, repeats)
+        return slowest(move)
 
     latency = seconds(64)
     bandwidth = BYTES[device] / max(1e-6, seconds(BYTES[device]) - latency)
     return Link(bandwidth * min(sharing, gpus), latency, sharing)  # what one sender alone would get
 
 
-def cores(gpus: int, repeats: int, head_dim: int) -> float:
+def cores(gpus: int, head_dim: int) -> float:
     """How many ranks of a host compute at once as fast as one alone; 0 if all do."""
-    call = attention("cpu", head_dim, SIZES["cpu"][0], None, torch.float32)[1]
-    alone = messages.gather(alone_ms(call, repeats, "cpu") if dist.get_rank() == 0 else None)[0]
-    share = float(alone / 1e3 / slowest(call, repeats))
-    return gpus * share if share < OWN_CORES else 0.0
+    call = attention("cpu", head_dim, SIZES["cpu"][0])["forward+backward"]
+    alone = messages.gather(alone_ms(call, REPEATS, "cpu") if dist.get_rank() == 0 else None)[0]
+    share = float(alone / 1e3 / slowest(call))
+    return gpus * share if share < ALONE else 0.0
 
 
-def slowest(call: Callable[[], Any], repeats: int) -> float:
+def slowest(call: Callable[[], Any]) -> float:
     """The median in seconds of the slowest rank, if all start together."""
-    return max(messages.gather(median_ms(call, repeats))) / 1e3
+    return max(messages.gather(median_ms(call, REPEATS))) / 1e3

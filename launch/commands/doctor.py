@@ -19,12 +19,11 @@ from ringattn import kernels
 from ringattn.launch import processes
 from ringattn.launch.words import option
 
-# What is tried: the module, the oldest version that serves, the extra that installs it, and what it is for.
-PACKAGES: dict[str, tuple[str, tuple[int, ...], str, str]] = {
-    "torch": ("torch", (2, 11), "torch", "if you use PyTorch"),
-    "triton": ("triton", (3, 6), "gpu", "GPU kernels (Linux)"),
-    "jax": ("jax", (0, 10), "jax", "if you use JAX"),
-    "hydra-core": ("hydra", (), "train", "for ringattn train"),
+# What is tried: the oldest version that serves, the extra that installs it, and what it is for.
+PACKAGES = {
+    "torch": ((2, 11), "torch", "if you use PyTorch"),
+    "triton": ((3, 6), "gpu", "GPU kernels (Linux)"),
+    "jax": ((0, 10), "jax", "if you use JAX"),
 }
 HEAD_DIM = 128
 ABSENT = "not installed"
@@ -68,7 +67,7 @@ def examine(options: Options) -> Iterator[Finding]:
     if torch.state == "ok":
         checks = {"gpu": gpus, "kernels": in_torch, "gloo": partial(talking, "gloo", options)}
         if import_module("torch").cuda.is_available():
-            checks["nccl"] = partial(nccl, options)
+            checks["nccl"] = partial(talking, "nccl", options)
     elif packages["torch"].state == "none":
         checks = {"devices": in_jax}
     for what, check in checks.items():
@@ -78,11 +77,11 @@ def examine(options: Options) -> Iterator[Finding]:
             yield Finding("bad", what, f"{type(error).__name__}: {error}", "this should not happen; please report it")
 
 
-def package(name: str, module: str, oldest: tuple[int, ...], extra: str, use: str) -> Finding:
+def package(name: str, oldest: tuple[int, ...], extra: str, use: str) -> Finding:
     """Whether a package can be imported, and is new enough; it is really imported, since broken ones exist."""
     try:
         version = metadata.version(name)
-        import_module(module)
+        import_module(name)
     except metadata.PackageNotFoundError:
         return Finding("none", name, ABSENT, f"pip install 'ringattn[{extra}]' ('.[{extra}]' in a checkout): {use}")
     except Exception as error:
@@ -93,22 +92,19 @@ def package(name: str, module: str, oldest: tuple[int, ...], extra: str, use: st
 
 
 def gpus() -> list[Finding]:
-    """Every kind of GPU, and how many pairs of them share memory."""
+    """Every kind of GPU."""
     import torch
 
-    if not torch.cuda.is_available():
-        if shutil.which("nvidia-smi") is None:
-            return [Finding("none", "gpu", "not here; attention runs on the CPU")]
-        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
-        problem = f"nvidia-smi is here, and torch sees no GPU; torch {torch.__version__} is built for {built}"
-        remedy = "install the torch build for this driver (nvidia-smi shows its CUDA version)"
-        return [Finding("bad", "gpu", problem, remedy)]
-    every = range(torch.cuda.device_count())
-    kinds = [f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in map(torch.cuda.get_device_properties, every)]
-    lines = [Finding("ok", "gpu", f"{kinds.count(kind)} x {kind}") for kind in dict.fromkeys(kinds)]
-    pairs = [torch.cuda.can_device_access_peer(i, j) for i in every for j in every if i != j]
-    reached = f"{sum(pairs)} of {len(pairs)} pairs of GPUs reach each other's memory directly"
-    return [*lines, Finding("ok", "links", reached)] if pairs else lines
+    if torch.cuda.is_available():
+        every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        kinds = [f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in every]
+        return [Finding("ok", "gpu", f"{kinds.count(kind)} x {kind}") for kind in dict.fromkeys(kinds)]
+    if shutil.which("nvidia-smi") is None:
+        return [Finding("none", "gpu", "not here; attention runs on the CPU")]
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+    problem = f"nvidia-smi is here, and torch sees no GPU; torch {torch.__version__} is built for {built}"
+    remedy = "install the torch build for this driver (nvidia-smi shows its CUDA version)"
+    return [Finding("bad", "gpu", problem, remedy)]
 
 
 def in_jax() -> list[Finding]:
@@ -152,16 +148,6 @@ def served(device: str, arch: tuple[int, int] | None, table: tuple[kernels.Kerne
     return lines
 
 
-def nccl(options: Options) -> list[Finding]:
-    """NCCL's version, and two ranks on two GPUs where there are two."""
-    import torch
-
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    if torch.cuda.device_count() < options.ranks:
-        return [Finding("ok", "nccl", f"{version}; not tried, {options.ranks} ranks need as many GPUs")]
-    return talking("nccl", options, version)
-
-
 def attended(ranks: int, device: str) -> float:
     """How far one attention over the ranks is off what float64 gives on one."""
     import torch
@@ -171,16 +157,17 @@ def attended(ranks: int, device: str) -> float:
     plan = ringattn.plan(init_mesh(ring=ranks, device_type=device), seq_len=61)
     torch.manual_seed(0)  # the same on every rank
     whole = [torch.randn(1, 61, heads, 16) for heads in (4, 2, 2)]
-    q, k, v = (plan.shard(x.to(device)) for x in whole)
-    out, (q, k, v) = plan.unshard(ringattn.attention(q, k, v, plan)), (x.double() for x in whole)
-    exact = ringattn.attention(q, k, v)
-    return float((out.cpu() - exact).abs().max())
+    out = plan.unshard(ringattn.attention(*[plan.shard(x.to(device)) for x in whole], plan))
+    return float((out.cpu() - ringattn.attention(*[x.double() for x in whole])).abs().max())
 
 
-def talking(backend: str, options: Options, version: str = "") -> list[Finding]:
+def talking(backend: str, options: Options) -> list[Finding]:
     """Real processes compute one attention together and must get what float64 gives."""
-    settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))]
+    import torch
+
     device, ranks = "cuda" if backend == "nccl" else "cpu", options.ranks
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        return [Finding("ok", backend, f"not tried, {ranks} ranks need as many GPUs")]
     try:
         worst = max(processes.run(attended, ranks, ranks, device, backend=backend, timeout=options.timeout))
     except processes.RankError as error:
@@ -188,9 +175,10 @@ def talking(backend: str, options: Options, version: str = "") -> list[Finding]:
             "gloo": "ranks find each other by the host's name: try GLOO_SOCKET_IFNAME=lo, and check /etc/hosts",
             "nccl": "run again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 shows whether the links are at fault",
         }[backend]
-        problem = f"{options.ranks} ranks do not work together: rank {error.rank}: {error.summary}"
+        problem = f"{ranks} ranks do not work together: rank {error.rank}: {error.summary}"
         return [Finding("bad", backend, problem, remedy)]
-    detail = f"{options.ranks} processes compute one attention together, off by {worst:.0e}"
+    detail = f"{ranks} processes compute one attention together, off by {worst:.0e}"
     if worst > 1e-5:
         return [Finding("bad", backend, detail, "run ringattn verify to see which results are off")]
-    return [Finding("ok", backend, "; ".join(filter(None, [version, detail, *settings])))]
+    settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))]
+    return [Finding("ok", backend, "; ".join([detail, *settings]))]

@@ -12,7 +12,6 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from ringattn.launch.rows import Row, read
 from ringattn.launch.words import option, writable
@@ -91,31 +90,27 @@ def bars(rows: list[Row], metric: str | None = None) -> Figure:
     """Grouped bars of one figure of the rows, the same places in every panel; rows that lack it are left out."""
     metric = figure_of(rows, metric)
     rows = [r for r in rows if number(r.get(metric))]
-    series, panel = first_of(SERIES, rows), first_of(PANELS, rows)
+    series, panel = (next((n for n in names if any(n in r for r in rows)), "") for names in (SERIES, PANELS))
     cases = case_names(rows, (series, panel, metric))
     values = {(r.get(panel), case, str(r.get(series, ""))): r[metric] for r, case in zip(rows, cases, strict=True)}
     names, titles = distinct(name for *_, name in values), distinct(title for title, *_ in values)
-    heights, ticks, y = dict[tuple[str, str], float](), [], 0.0  # of each bar and each case, from top to bottom
+    places, y = dict[tuple[str, str], float](), 0.0  # of each bar, from top to bottom
     for case in distinct(cases):
-        used = [n for n in names if any((title, case, n) in values for title in titles)]
-        heights |= {(case, n): y + i for i, n in enumerate(used)}
-        ticks.append(y + (len(used) - 1) / 2)
-        y += len(used) + 0.7
+        for name in (n for n in names if any((title, case, n) in values for title in titles)):
+            places[case, name], y = y, y + 1
+        y += 0.7
     figure, axes = panels(1, len(titles), 2 + 4 * len(titles), 0.8 + 0.2 * y, wspace=0.12)
     for ax, title in zip(axes[0], titles, strict=True):
         for (of, case, name), value in values.items():
             if of == title:
-                at = heights[case, name]
+                at = places[case, name]
                 ax.barh(at, value, height=0.86, color=RANKS[names.index(name) % len(RANKS)])
                 text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
                 ax.annotate(text, (value, at), (3, 0), textcoords="offset points", va="center", fontsize=7)
-        ax.set_yticks(ticks, distinct(cases) if ax is axes[0][0] else [])
+        ax.set_yticks([*places.values()], [" ".join(place) for place in places] if ax is axes[0][0] else [])
         ax.set(ylim=(y - 0.9, -0.8), title=", ".join(filter(None, [title, WORDS.get(metric, metric)])))
         ax.tick_params(left=False)
         ax.margins(x=0.12)
-    if len(names) > 1:
-        handles = [Patch(color=RANKS[i % len(RANKS)], label=n or "default") for i, n in enumerate(names)]
-        figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=min(len(names), 6))
     return figure
 
 
@@ -138,11 +133,9 @@ def curve(rows: list[Row], metric: str | None = None) -> Figure:
 def figure_of(rows: list[Row], metric: str | None) -> str:
     """The key to draw: the one that was chosen, or the first known one."""
     keys = distinct(k for r in rows for k, v in r.items() if number(v))
-    if metric is not None and metric not in keys:
-        raise ValueError(f"no line has a number called {metric!r}; they have {', '.join(keys)}")
-    metric = metric or next((k for k in FIGURES if k in keys), None)
-    if metric is None:
-        raise ValueError(f"no known figure in the lines; give metric= one of {', '.join(keys)}")
+    metric = metric or next((k for k in FIGURES if k in keys), "figure")
+    if metric not in keys:
+        raise ValueError(f"no line has a number called {metric!r}; give metric= one of {', '.join(keys)}")
     return metric
 
 
@@ -154,10 +147,6 @@ def case_names(rows: list[Row], taken: Iterable[str]) -> list[str]:
     keys = [k for k in keys if not any(isinstance(r.get(k), float | list | dict) for r in rows)]
     keys = [k for k in keys if len({r.get(k) for r in rows}) > 1]
     return [" ".join(f"{k}={r[k]}" for k in keys if r.get(k)) for r in rows]
-
-
-def first_of(names: Iterable[str], rows: list[Row]) -> str:
-    return next((n for n in names if any(n in r for r in rows)), "")
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:

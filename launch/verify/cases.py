@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,20 @@ from ringattn.masks.values import fields
 from ringattn.plans.transport import Transport
 
 HEAD = "name", "ring", "ulysses", "strategy", "layout", "seed"
-Step = tuple[str, Any, dict[str, Any]]  # what is done with a cache, with how many tokens, and further words
+
+
+class Step(NamedTuple):
+    """New tokens of a cache, which is first truncated to where they begin."""
+
+    do: str  # decode, prefill
+    begins: tuple[int, ...]  # of each row
+    count: int
+    words: dict[str, Any]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Which ones [B, count]."""
+        return np.array(self.begins)[:, None] + np.arange(self.count)
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,6 @@ class Case:
     spans: Any = None
     parents: Any = None  # of the documents, as segments of trees
     slices: Any = None  # (queries, keys, kind) each
-    made: str = "lengths"  # how documents are given: also cu_seqlens, segment_ids; a mask as mask or docs
     kernel: str = "auto"
     plan: dict[str, Any] = field(default_factory=dict)  # further words of ra.plan and of a Transport
     words: dict[str, Any] = field(default_factory=dict)  # of linear attention
@@ -54,10 +66,6 @@ class Case:
     dtype: str = "float32"
     powers: dict[str, float] = field(default_factory=dict)  # of 10, for each input
     grads: tuple[str, ...] = ("dout", "dlse", "dend")  # which gradients come back
-    frozen: tuple[str, ...] = ()  # inputs that need no gradient
-    factored: bool = False  # the mesh has one axis for the sequence, which the plan factors
-    explicit: bool = False  # whether the types of JAX arrays say how the mesh cuts them
-    elsewhere: int | None = None  # the plan is made for this length, and then for that of the call
 
     def __str__(self) -> str:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
@@ -71,7 +79,7 @@ class Case:
     @property
     def sizes(self) -> dict[str, int]:
         """Those of its mesh."""
-        return {"sequence": self.ring * self.ulysses} if self.factored else {"ring": self.ring, "ulysses": self.ulysses}
+        return {"ring": self.ring, "ulysses": self.ulysses}
 
     @property
     def linear(self) -> bool:
@@ -85,23 +93,13 @@ class Case:
     def docs(self) -> Docs | None:
         if self.lengths is None:
             return None
-        rows = [list(row) for row in (self.lengths if isinstance(self.lengths[0], list) else [self.lengths])]
         if self.parents is not None:
             return Docs.tree(self.lengths, self.parents, pad_to=self.seq_len)
-        if self.made == "cu_seqlens":
-            return Docs.from_cu_seqlens([[0, *np.cumsum(row).tolist()] for row in rows], pad_to=self.seq_len)
-        if self.made == "segment_ids":
-            ids = [np.repeat(np.arange(1, len(row) + 1), row) for row in rows]
-            return Docs.from_segment_ids([[*x.tolist(), *[0] * (self.seq_len - len(x))] for x in ids])
-        one_row = rows[0] if len(rows) == 1 else rows
-        return Docs.from_lengths(one_row, pad_to=self.seq_len, prefix=self.prefix, spans=self.spans)
+        return Docs.from_lengths(self.lengths, pad_to=self.seq_len, prefix=self.prefix, spans=self.spans)
 
     @property
     def mask(self) -> Mask | None:
-        if self.slices is None:
-            return None
-        queries, keys, kinds = zip(*self.slices, strict=True)
-        return Mask.from_slices(queries, keys, kinds, self.seq_len)
+        return None if self.slices is None else Mask.from_slices(*zip(*self.slices, strict=True), self.seq_len)
 
     @property
     def key_docs(self) -> Docs | None:
@@ -126,14 +124,9 @@ class Case:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The inputs of its call."""
+        """The inputs of its call, which get gradients."""
         rule = ("g",) * (self.gate is not None) + ("beta",) * self.beta + ("state",) * (self.state is not None)
         return ("q", "k", "v", *(rule if self.linear else ("sinks",) * self.sinks))
-
-    @property
-    def leaves(self) -> tuple[str, ...]:
-        """The inputs that get gradients."""
-        return tuple(n for n in self.arguments if n not in self.frozen)
 
     def plan_on(self, mesh: Any, kernel: str = "auto", **choices: Any) -> Any:
         """Its plan; of `choices`, what a Transport has goes into one."""
@@ -141,14 +134,8 @@ class Case:
         how = {name: words.pop(name) for name in fields(Transport) if name in words}
         if not self.linear:
             words |= {"strategy": self.strategy, "spec": self.spec, "kernel": kernel}
-        if self.factored:
-            words |= {"heads": (self.heads, self.kv_heads), "head_dim": self.head_dim}
-        length = self.elsewhere or self.seq_len
-        plan = ra.plan(mesh, seq_len=length, key_len=self.key_len, transport=Transport(**how), **words)
-        laid_out = self.laid_out if self.dealt is not None or plan.layout == "balanced" else None
-        if laid_out is not None:
-            return plan.for_docs(laid_out)
-        return plan if length == self.seq_len else plan.for_length(self.seq_len, self.key_len)
+        plan = ra.plan(mesh, seq_len=self.seq_len, key_len=self.key_len, transport=Transport(**how), **words)
+        return plan if self.laid_out is None else plan.for_docs(self.laid_out)
 
     def call(self, plan: Any, x: dict[str, Any], kernel: str = "auto") -> tuple[Any, Any]:
         """The call itself, on tensors of torch or JAX; attention's plan has the kernel."""
@@ -156,19 +143,8 @@ class Case:
             words = {"kernel": kernel, "return_state": True, **self.words}
             return ra.linear_attention(x["q"], x["k"], x["v"], x.get("g"), plan, beta=x.get("beta"), docs=self.docs,
                                        initial_state=x.get("state"), **words)  # fmt: skip
-        name = "mask" if self.slices is not None and self.made != "docs" else "docs"
-        masked: Any = {name: self.mask or self.docs}
-        return ra.attention(x["q"], x["k"], x["v"], plan, spec=self.spec, key_docs=self.key_docs,
-                            sinks=x.get("sinks"), return_lse=True, **masked)  # fmt: skip
-
-    @property
-    def tokens(self) -> list[Any]:
-        """Of each step of a cache: which tokens [B, n] it appends and asks for."""
-        lengths, every = np.zeros(self.batch, int), []
-        for do, n, _ in self.steps:
-            every.append(lengths[:, None] + np.arange(0 if do == "back" else n))
-            lengths = np.array(n) if do == "back" else lengths + n
-        return every
+        return ra.attention(x["q"], x["k"], x["v"], plan, spec=self.spec, docs=self.docs, key_docs=self.key_docs,
+                            mask=self.mask, sinks=x.get("sinks"), return_lse=True)  # fmt: skip
 
     def pieces(
         self, plan: Any, given: dict[str, Any], array: Any = lambda x: x, jit: Any = lambda f: f
@@ -177,18 +153,20 @@ class Case:
         cache: Any = ra.KVCache.allocate(
             plan, batch=self.batch, max_len=self.seq_len, kv_heads=self.kv_heads, head_dim=self.head_dim,
             value_dim=self.value_dim, dtype=given["q"].dtype, window=self.spec.behind, block=self.block,
-            room=max(n for do, n, _ in self.steps if do != "back"),
+            room=max(step.count for step in self.steps),
         )  # fmt: skip
         also: Any = {"spec": self.spec, "sinks": array(given["sinks"]) if self.sinks else None}
-        for (do, n, words), at in zip(self.steps, self.tokens, strict=True):
-            if do == "back":
-                cache = cache.truncate(list(n)) or cache
-                continue
+        lengths = self.steps[0].begins
+        for do, begins, count, words in self.steps:
+            if begins != lengths:
+                cache = cache.truncate(list(begins)) or cache
+            lengths = tuple(n + count for n in begins)
+            at = Step(do, begins, count, words).tokens
             q, k, v = (array(given[name][np.arange(self.batch)[:, None], at]) for name in "qkv")
             if do == "decode":
                 result = ra.decode(q, k, v, cache, **also, **words)
             else:
-                chunk = plan.for_length(n)
+                chunk = plan.for_length(count)
                 q, k, v = jit(lambda *x, plan=chunk: tuple(map(plan.shard, x)))(q, k, v)
                 result = ra.prefill(q, k, v, chunk, cache, **also, **words)
             out, cache = result if isinstance(result, tuple) else (result, cache)

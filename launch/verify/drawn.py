@@ -29,27 +29,23 @@ Words = dict[str, Any]
 def draw(seed: int, ranks: int | None, dtype: str | None, kernel: str, device: str) -> Case:
     """The call of this number; ranks and dtype are drawn unless given, the kernel where it is auto."""
     r = random.Random(seed)
-    tables = {"linear": linear_table, "attention": kernels.TABLE, "cache": kernels.TABLE}
-    named = {kind: [k.name for k in table if device not in k.skipped_on] for kind, table in tables.items()}
-    every = {kind: {"auto", *(k.name for k in table)} for kind, table in tables.items()}
-    count, kind = ranks or r.choice(RANKS), r.choice([kind for kind in CALLS if kernel in every[kind]])
+    tables = {kind: linear_table if kind == "linear" else kernels.TABLE for kind in CALLS}
+    computed = [kind for kind in CALLS if kernel in ("auto", *(k.name for k in tables[kind]))]
+    count, kind = ranks or r.choice(RANKS), r.choice(computed)
     ulysses = r.choice([u for u in range(1, count + 1) if count % u == 0])
     dims = (16, 32, 64) if device == "cuda" else (1, 4, 7, 8, 16, 24, 32, 64)
+    dtypes = DTYPES if device != "jax" else ("float32",)
     G, dim, longest = r.choice([1, 1, 2, 3, 4]), r.choice(dims), r.choice([6, 40, 100, 200])
     words: Words = {
-        "name": kind, "ring": count // ulysses, "ulysses": ulysses, "seed": seed, "dtype": dtype or r.choice(DTYPES),
+        "name": kind, "ring": count // ulysses, "ulysses": ulysses, "seed": seed, "dtype": dtype or r.choice(dtypes),
         "seq_len": r.randint(1, longest), "batch": r.choice([1, 1, 2, 3]), "kv_heads": G, "head_dim": dim,
         "value_dim": dim if r.random() < 0.6 else r.choice(dims), "sinks": r.random() < 0.3, "kernel": kernel,
         "layout": r.choice(["auto", *(LAYOUTS if device == "jax" else MAKERS)]),
     }  # fmt: skip
     words["heads"] = G * r.choice([1, 2, 3]) if kind == "linear" else math.lcm(G * r.choice([1, 2, 3]), ulysses)
     if kernel == "auto" and device != "jax" and r.random() < 0.2:
-        words["kernel"] = r.choice(named[kind])
+        words["kernel"] = r.choice([k.name for k in tables[kind] if device not in k.skipped_on])
     {"attention": attention, "cache": cached, "linear": linear}[kind](r, words, device)
-    names = "q", "k", "v", "sinks", "g", "beta", "state"
-    words["frozen"] = tuple(n for n in names if r.random() < 0.5) if r.random() < 0.1 else ()
-    words["factored"] = kind == "attention" and count > 1 and r.random() < 0.15
-    words["explicit"] = device == "jax" and r.random() < 0.5
     return Case(**words)
 
 
@@ -68,8 +64,6 @@ def attention(r: random.Random, words: Words, device: str) -> None:
     rows = [words["dealt"]] if cut and r.random() < 0.5 else rows[: r.choice([1, None])]
     if kind not in ("plain", "slices", "cross"):
         words["lengths"] = rows
-    if kind == "packed":
-        words["made"] = r.choice(["lengths", "cu_seqlens", *["segment_ids"] * all(map(all, rows))])
     if kind == "keys":
         words["key_lengths"] = [pieces(r, words["key_len"], len(row), 1, r.random() < 0.3) for row in rows]
     if kind == "tree":
@@ -86,12 +80,10 @@ def attention(r: random.Random, words: Words, device: str) -> None:
             for keys in bounds(pieces(r, T, r.randint(1, 4)))
             if queries[0] < queries[1] and keys[0] < keys[1] and r.random() < 0.7
         ] or [((0, T), (0, T), "causal")]  # fmt: skip
-        words["made"] = r.choice(["mask", "docs"])
     causal = kind in ("spans", "tree", "slices") or (kind != "cross" and r.random() < 0.7)
     words["spec"] = spec_of(r, causal, 0.1 if kind == "cross" else 1.0)
     words["grads"] = r.choice([("dout", "dlse"), ("dout", "dlse"), ("dout",), ("dlse",)])
     words["powers"] = powers_of(r, words)
-    words["elsewhere"] = r.randint(1, 300) if not cut and "key_len" not in words and r.random() < 0.1 else None
     words["plan"] = {} if device == "jax" else travels(r, words)
     if r.random() < 0.2:
         words["plan"] |= {"heads": (words["heads"], words["kv_heads"]), "head_dim": words["head_dim"]}
@@ -143,31 +135,22 @@ def travels(r: random.Random, words: Words) -> Words:
 
 def cached(r: random.Random, words: Words, device: str) -> None:
     """A sequence that a cache is given in pieces; some are taken back and given again, and some are trees of drafts."""
-    T, spec = r.choice([r.randint(4, 40), r.randint(40, 100)]), spec_of(r, causal=True)
+    T, spec = r.randint(4, r.choice([40, 100])), spec_of(r, causal=True)
     if spec.window is not None and r.random() < 0.8:
         spec = spec.replace(first=0)  # a cache of a window refuses them
-    words |= {
-        "layout": r.choice(LAYOUTS),
-        "seq_len": T,
-        "spec": spec,
-        "block": r.choice([1, 2, 4, 16, 64]),
-        "grads": (),
-    }
+    words |= {"layout": r.choice(LAYOUTS), "seq_len": T, "spec": spec, "block": r.choice([1, 2, 4, 16, 64])}
     steps, lengths, back = list[Step](), [0] * words["batch"], spec.behind is None
     while max(lengths) < T and len(steps) < 9:
-        left, choice = T - max(lengths), r.random() if steps else 1.0
-        if choice < 0.15 and back:
+        decode = bool(steps) and r.random() < 0.6
+        if steps and back and r.random() < 0.15:
             lengths = [r.randint(max(1, n - 9), n) for n in lengths]
-            steps.append(("back", tuple(lengths), {}))
-            continue
-        n = min(left, r.choice([1, 1, 2, 5, 16])) if choice < 0.6 or r.random() < 0.5 else r.randint(1, left)
-        if choice < 0.25 and back and device != "jax":
-            steps.append(("decode", n, {"parents": [r.randint(-1, i - 1) for i in range(n)]}))
-            steps.append(("back", tuple(lengths), {}))
-            continue
-        how = {"move": r.choice(["auto", "queries", "keys"]), "keys": r.choice([None, 2, 7])}
-        steps.append(("decode", n, {}) if choice < 0.6 else ("prefill", n, how))
-        lengths = [m + n for m in lengths]
+        left = T - max(lengths)
+        n = min(left, r.choice([1, 1, 2, 5, 16])) if decode or r.random() < 0.5 else r.randint(1, left)
+        how = {} if decode else {"move": r.choice(["auto", "queries", "keys"]), "keys": r.choice([None, 2, 7])}
+        if drafts := decode and back and device != "jax" and r.random() < 0.2:
+            how = {"parents": [r.randint(-1, i - 1) for i in range(n)]}
+        steps.append(Step("decode" if decode else "prefill", tuple(lengths), n, how))
+        lengths = lengths if drafts else [m + n for m in lengths]
     words |= {"steps": tuple(steps), "powers": powers_of(r, words)}
 
 

@@ -1,8 +1,7 @@
 """`ringattn verify model=PATH_OR_NAME`: a transformers model over ranks beside the same on one rank, layer by layer.
 
-Logits, loss, hidden states and every gradient, in float32. The truth is one rank's in float64. Over ranks errors may be
-twice those of one rank in float32, and EPSILON more; they are shown over this limit. Packed documents are each run
-alone on one rank.
+The truth is one rank's in float64, each packed document alone. In float32 errors over ranks may be twice those of one
+rank, and EPSILON more; they are shown over this limit.
 """
 
 import math
@@ -34,81 +33,25 @@ SMALL = 0.1  # of a layer's largest gradient: errors of smaller ones are relativ
 COLUMNS = "layer", "values", "gradients", "of", "result"
 
 
-class Batch(NamedTuple):
-    """Random tokens [1, T], and the lengths of the documents that they are packed from."""
-
-    tokens: Tensor
-    lengths: list[int]
-
-    @property
-    def labels(self) -> Tensor:
-        """The tokens; the first one of a document follows no token."""
-        labels = self.tokens.clone()
-        labels[:, torch.tensor([0, *self.lengths[:-1]]).cumsum(0)[1:]] = IGNORED
-        return labels
-
-
 class Results(NamedTuple):
     """What one pass gave: the whole sequence's values, and every gradient."""
 
-    loss: Tensor
-    values: list[Tensor]  # [1, T, ...]: the embeddings, the hidden states after each layer, the logits
+    values: list[Tensor]  # [1, T, ...]: the embeddings, the hidden states after each layer, the logits; and the loss
     gradients: dict[str, Tensor]
-
-
-def check(options: Any) -> None:
-    """A ValueError for what a model cannot be verified with, before anything is loaded."""
-    default = type(options)()
-    for name in ("cases", "random", "kernel", "dtype"):
-        if getattr(options, name) != getattr(default, name):
-            raise ValueError(f"model= is compared as a whole, in float32, with kernel=auto; leave {name}= out")
-    config_of(options.model)
-
-
-def config_of(name: str) -> Any:
-    """The config of a folder that `save_pretrained` wrote, of a config.json, or of a model of the hub."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name, local_files_only=Path(name).exists())
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(f"model={name}: no such folder, config.json or model of the hub: {reason}") from error
-
-
-def has_weights(name: str) -> bool:
-    """Whether they are in the folder; the hub has them."""
-    path = Path(name)
-    return not path.exists() or any(file for kind in ("*.safetensors*", "*.bin*") for file in path.glob(kind))
-
-
-def load(options: Any) -> Any:
-    """The model in float32: with the weights of its folder or of the hub, or random ones by the seed."""
-    from transformers import AutoModelForCausalLM
-
-    name = options.model
-    if has_weights(name):
-        saved = Path(name).exists()
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, local_files_only=saved)
-    else:
-        torch.manual_seed(options.seed)
-        model = AutoModelForCausalLM.from_config(config_of(name)).float()
-    return model.to(options.device).eval()
 
 
 def run(options: Any, speaks: bool) -> int:
     """Compare, and print the table; 0 if the model is the same over ranks."""
-    begun = time.perf_counter()
-    model = load(options)
-    batch = draw(options, model)
-    packed = f"{len(batch.lengths)} documents, " * (len(batch.lengths) > 1)
-    weights = "" if has_weights(options.model) else " with random weights"
+    begun, (model, weights) = time.perf_counter(), load(options)
+    documents = draw(options, model)
+    tokens = sum(x.shape[1] for x in documents)
+    packed = f"{len(documents)} documents, " * (len(documents) > 1)
     if speaks:
-        print(f"{type(model).__name__}{weights}: {batch.tokens.shape[1]} tokens, {packed}{options}", file=sys.stderr)
+        print(f"{type(model).__name__}{weights}: {tokens} tokens, {packed}{options}", file=sys.stderr)
     refuse_model(model, type(model).__name__)
     with Precise():
-        exact = on_one_rank(precise(model), batch)
-    alone, spread = on_one_rank(deepcopy(model), batch), over_ranks(options, model, batch)
+        exact = on_one_rank(precise(model), documents)
+    alone, spread = on_one_rank(deepcopy(model), documents), over_ranks(options, model, documents)
     rows = compared(exact, alone, spread)
     bad = [row for row in rows if row["result"] == "FAIL"]
     lines = [f"errors over what float32 allows: over {options}\n\n{table(rows, COLUMNS)}\n"]
@@ -116,11 +59,29 @@ def run(options: Any, speaks: bool) -> int:
         lines.append(f"they part in {first['layer']}: off by {first['values']:.2g} times what rounding allows")
     elif bad:
         lines.append(f"values are equal; gradients part in {bad[-1]['layer']}: {bad[-1]['of']}")
-    lines.append(f"loss {spread.loss:.7f} over ranks, {alone.loss:.7f} on one")
+    lines.append(f"loss {spread.values[-1]:.7f} over ranks, {alone.values[-1]:.7f} on one")
     lines.append(f"the model is {'NOT ' * bool(bad)}the same over ranks, in {time.perf_counter() - begun:.1f} s")
     if speaks:
         print("\n".join(lines))
     return int(bool(bad))
+
+
+def load(options: Any) -> tuple[Any, str]:
+    """The model in float32: with the weights of its folder or of the hub, or random ones by the seed, as it says."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(options.model)
+    where: dict[str, Any] = {"local_files_only": path.exists()}
+    try:
+        config = AutoConfig.from_pretrained(options.model, **where)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"model={path}: no such folder, config.json or model of the hub: {reason}") from error
+    if path.exists() and not [*path.glob("*.safetensors*"), *path.glob("*.bin*")]:
+        torch.manual_seed(options.seed)
+        return AutoModelForCausalLM.from_config(config).float().to(options.device).eval(), " with random weights"
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, **where)
+    return model.to(options.device).eval(), ""
 
 
 class Precise(TorchFunctionMode):
@@ -142,8 +103,8 @@ def precise(model: Any) -> Any:
     return copy
 
 
-def draw(options: Any, model: Any) -> Batch:
-    """Random tokens but for padding's, and documents of random lengths, by the seed."""
+def draw(options: Any, model: Any) -> list[Tensor]:
+    """Documents [1, n] of random lengths and tokens, but for padding's, by the seed."""
     config = model.config.get_text_config()
     padding = config.vocab_size if config.pad_token_id is None else config.pad_token_id
     first = int(numbers(model, torch.ones(1, 1, dtype=torch.long) + (config.pad_token_id or 0)))
@@ -156,8 +117,8 @@ def draw(options: Any, model: Any) -> Batch:
     g = torch.Generator().manual_seed(options.seed)
     tokens = torch.randint(0, config.vocab_size - (padding < config.vocab_size), (1, T), generator=g)
     tokens += tokens >= padding
-    ends = sorted((torch.randperm(T - 1, generator=g)[: max(0, options.docs - 1)] + 1).tolist())
-    return Batch(tokens.to(options.device), [b - a for a, b in zip([0, *ends], [*ends, T], strict=True)])
+    ends = torch.randperm(T - 1, generator=g)[: max(0, options.docs - 1)] + 1
+    return list(tokens.to(options.device).tensor_split(ends.sort().values, 1))
 
 
 def numbers(model: Any, document: Tensor) -> Tensor:
@@ -166,52 +127,53 @@ def numbers(model: Any, document: Tensor) -> Tensor:
     return torch.arange(document.shape[1], device=document.device)[None] if by_rule is None else by_rule
 
 
-def on_one_rank(model: Any, batch: Batch) -> Results:
+def labels_of(documents: list[Tensor]) -> Tensor:
+    """The tokens; the first one of a document follows no token."""
+    return torch.cat([torch.cat([torch.full_like(x[:, :1], IGNORED), x[:, 1:]], 1) for x in documents], 1)
+
+
+def on_one_rank(model: Any, documents: list[Tensor]) -> Results:
     """The model itself on one rank: each document by itself."""
-    outputs = [
-        model(tokens, output_hidden_states=True, use_cache=False) for tokens in batch.tokens.split(batch.lengths, 1)
-    ]
+    outputs = [model(tokens, output_hidden_states=True, use_cache=False) for tokens in documents]
     by_document = [[*output.hidden_states, output.logits] for output in outputs]
     values = [torch.cat(x, 1) for x in zip(*by_document, strict=True)]
-    loss = F.cross_entropy(values[-1][0, :-1], batch.labels[0, 1:], ignore_index=IGNORED)
+    loss = F.cross_entropy(values[-1][0, :-1], labels_of(documents)[0, 1:], ignore_index=IGNORED)
     loss.backward()
-    return Results(loss.detach(), [x.detach() for x in values], gradients(model))
+    return Results([x.detach() for x in (*values, loss)], gradients(model))
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-def over_ranks(options: Any, model: Any, batch: Batch) -> Results:
+def over_ranks(options: Any, model: Any, documents: list[Tensor]) -> Results:
     """On those of torchrun, or on threads."""
     if dist.is_initialized():
-        return one_rank(init_mesh(ring=options.ranks, device_type=options.device), model, batch)
+        return one_rank(init_mesh(ring=options.ranks, device_type=options.device), model, documents)
     models = [deepcopy(model) for _ in range(options.ranks)]
     how: dict[str, Any] = {"device": options.device, "ring": options.ranks, "timeout": 300.0}
-    return local.run(lambda mesh: one_rank(mesh, models[mesh.rank], batch), **how)[0]
+    return local.run(lambda mesh: one_rank(mesh, models[mesh.rank], documents), **how)[0]
 
 
-def one_rank(mesh: Any, model: Any, batch: Batch) -> Results:
+def one_rank(mesh: Any, model: Any, documents: list[Tensor]) -> Results:
     """One rank of the prepared model; what it gives is of the whole sequence."""
-    plan, positions = choosing.plan(mesh, seq_len=batch.tokens.shape[1]), None
-    if len(batch.lengths) > 1:
-        positions = torch.cat([numbers(model, document) for document in batch.tokens.split(batch.lengths, 1)], 1)
+    tokens, positions = torch.cat(documents, 1), None
+    plan = choosing.plan(mesh, seq_len=tokens.shape[1])
+    if len(documents) > 1:
+        positions = torch.cat([numbers(model, document) for document in documents], 1)
     call = hf_model.prepare(model, plan)
-    output = call(batch.tokens, labels=batch.labels, position_ids=positions, output_hidden_states=True)
+    output = call(tokens, labels=labels_of(documents), position_ids=positions, output_hidden_states=True)
     output.loss.backward()
     values = [plan.unshard(x.detach()) for x in (*output.hidden_states, output.logits)]
     shares = {name: plan.ring_axis.all_gather(x[None]).wait().sum(0) for name, x in gradients(model).items()}
-    return Results(output.loss.detach(), values, shares)
+    return Results([*values, output.loss.detach()], shares)
 
 
 def compared(exact: Results, alone: Results, spread: Results) -> list[Row]:
-    """Layer by layer, in the order of the model, and of the loss: the errors of the values, and the largest of the
-    gradients.
-    """
-    layers, rows = len(exact.values) - 2, []
+    """Layer by layer, in the order of the model: the errors of the values, and the largest of the gradients."""
+    layers, rows = len(exact.values) - 3, []
     names = ["embeddings", *(f"layer {i}" for i in range(layers)), "norm and head", "loss"]
-    results = ([*each.values, each.loss] for each in (spread, alone, exact))
-    for at, (name, *values) in enumerate(zip(names, *results, strict=True)):
+    for at, (name, *values) in enumerate(zip(names, spread.values, alone.values, exact.values, strict=True)):
         truths = {n: x for n, x in exact.gradients.items() if layer_of(n, layers) == at}
         floor = SMALL * max((float(x.norm()) for x in truths.values()), default=0.0)
         errors = {n: off(spread.gradients[n], alone.gradients[n], x, floor) for n, x in truths.items()}

@@ -2,6 +2,7 @@
 call over ranks, and how far its results are off.
 """
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,18 +122,15 @@ def recurrence(case: Case, x: Named) -> tuple[Tensor, Tensor]:
 
 
 def through_cache(case: Case, x: Named) -> Named:
-    """What the steps of a cache give: each of its queries sees the keys that the cache then has."""
+    """What the steps of a cache give: a query sees the tokens of its row up to its own, or the branch of its draft."""
     rows, outs = torch.arange(case.batch)[:, None], []
-    for (do, n, words), at in zip(case.steps, case.tokens, strict=True):
-        if do == "back":
-            continue
-        seen = torch.zeros(case.batch, n, int(at.max()) + 1, dtype=torch.bool)
-        branches = [[i] for i in range(n)]
-        for i, parent in enumerate(words.get("parents", range(-1, n - 1))):
-            branches[i] = [*(branches[parent] if parent >= 0 else []), i]
-        for b, i in ((b, i) for b in range(case.batch) for i in range(n)):
-            keys = torch.cat([torch.arange(at[b, 0]), torch.as_tensor(at[b])[branches[i]]])
-            seen[b, i, keys] = near(case.spec, torch.tensor(len(keys) - 1), torch.arange(len(keys)))
+    for step in case.steps:
+        at = torch.as_tensor(step.tokens)
+        seen = near(case.spec, at[..., None], torch.arange(int(at.max()) + 1))
+        for b, (i, parent) in product(range(case.batch), enumerate(step.words.get("parents", ()))):
+            begin = step.begins[b]
+            seen[b, i, begin:] = seen[b, parent, begin:] if parent >= 0 else False
+            seen[b, i, at[b, i]] = True
         given = {"q": x["q"][rows, at], **{m: x[m][:, : seen.shape[2]] for m in "kv"}}
         outs.append(softmax(case, {**given, **({"sinks": x["sinks"]} if case.sinks else {})}, seen)[0])
     return {"out": torch.cat(outs, 1)}
@@ -168,19 +166,16 @@ def dense(case: Case, given: Named, dtype: torch.dtype = torch.float64) -> Named
     x = {n: t.detach().to(dtype) for n, t in given.items() if n != "sinks" or case.sinks}
     if case.steps:
         return through_cache(case, x)
-    leaves = {n: x[n].requires_grad_() for n in case.leaves if n in x}
+    leaves = {n: x[n].requires_grad_() for n in case.arguments}
     results = dict(zip(case.outputs, (recurrence if case.linear else attention)(case, x), strict=True))
     return with_gradients(results, {n: given[f"d{n}"] for n in results if f"d{n}" in given}, leaves)
 
 
 def with_gradients(results: Named, back: Named, leaves: Named) -> Named:
     """The results, and the gradients of the leaves by what comes back: nothing does where an lse is -inf."""
-    back = {n: x for n, x in back.items() if results[n].requires_grad}  # of no leaf, perhaps, as an lse of v
+    outputs = [results[n] for n in back]
     into = [torch.where(torch.isfinite(results[n]), x.to(results[n].dtype), 0.0) for n, x in back.items()]
-    grads = [torch.zeros_like(x) for x in leaves.values()]
-    if back:
-        outputs = [results[n] for n in back]
-        grads = [*torch.autograd.grad(outputs, list(leaves.values()), into, materialize_grads=True)]
+    grads = torch.autograd.grad(outputs, list(leaves.values()), into, materialize_grads=True)
     named = {f"d{n}": x for n, x in zip(leaves, grads, strict=True)}
     return {**{n: x.detach() for n, x in results.items()}, **named}
 
@@ -202,13 +197,13 @@ def run(case: Case, mesh: Any, given: Named, kernel: str = "auto", plan: Any = N
     end state other parts from all ranks. `choices` are further words for the plan: how blocks travel.
     """
     plan = plan or case.plan_on(mesh, kernel, **choices)
-    x = {n: local(plan, n, given[n]).clone().requires_grad_(n in case.leaves) for n in case.arguments}
+    x = {n: local(plan, n, given[n]).clone().requires_grad_() for n in case.arguments}
     results = dict(zip(case.outputs, case.call(plan, x, kernel), strict=True))
     back = {n: local(plan, n, given[f"d{n}"]) for n in results if f"d{n}" in given}
     if "end" in back:
         ranks, rank = plan.ring * plan.ulysses, plan.ring_axis.rank * plan.ulysses + plan.ulysses_axis.rank
         back["end"] = back["end"] * (2 * (rank + 1) / (ranks * (ranks + 1)))
-    return with_gradients(results, back, {n: x[n] for n in case.leaves})
+    return with_gradients(results, back, x)
 
 
 def error(result: Tensor, expected: Tensor, whole: Tensor | None = None) -> float:
