@@ -59,17 +59,14 @@ class Kernel:
         module, _, name = self.module.partition(":")
         return getattr(import_module(module), name or "KERNEL")
 
-    def lacks(self) -> str | None:
-        """Why its module cannot be imported, or None when it can."""
-        return lacking(self)
-
     def refuses(self, problem: Problem) -> str | None:
         """Why this kernel cannot serve the problem, or None when it can."""
-        return self.lacks() or self.load().refuses(problem)
+        return lacking(self) or self.load().refuses(problem)
 
 
 @lru_cache(maxsize=64)  # a failed import takes milliseconds, and each plan asks
 def lacking(kernel: Kernel) -> str | None:
+    """Why its module cannot be imported, or None when it can."""
     try:
         kernel.load()
     except ModuleNotFoundError as error:
@@ -87,9 +84,6 @@ TABLE = (
         "cudnn", "ringattn.kernels.attention.libraries.cudnn", skipped_on=("cpu",), rectangles=True, low_precision=True
     ),
     Kernel("fa4", "ringattn.kernels.attention.libraries.fa4", skipped_on=("cpu",), low_precision=True),
-    Kernel(
-        "flash", "ringattn.kernels.attention.libraries.flash", skipped_on=("cpu",), rectangles=True, low_precision=True
-    ),
     Kernel("sdpa_cpu", "ringattn.kernels.attention.libraries.sdpa_cpu", rectangles=True),
     Kernel("tiled", "ringattn.kernels.attention.tiled", skipped_on=("cuda",)),
     Kernel("reference", "ringattn.kernels.attention.reference", skipped_on=("cuda",)),
@@ -129,7 +123,7 @@ INSTALL = {"fa4": "pip install 'ringattn[fa4]'"}
 
 def gain(missing: Kernel, problem: Problem, chosen: str) -> str | None:
     """What installing a kernel's package would gain over the chosen kernel, if both are measured and it is faster."""
-    if missing.name not in INSTALL or "not installed" not in (missing.lacks() or ""):
+    if missing.name not in INSTALL or "not installed" not in (lacking(missing) or ""):
         return None
     rates = [[problem.rate(name, backward) for backward in (False, True)] for name in (missing.name, chosen)]
     if not all(map(all, rates)):

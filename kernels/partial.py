@@ -9,7 +9,7 @@ order. Written once for torch and jax.numpy.
 """
 
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ringattn.kernels.arrays import Array, accumulator, astype, fine, full, namespace
 
@@ -21,17 +21,6 @@ class Partial(NamedTuple):
 
     out: Array
     lse: Array
-
-
-class Streams(NamedTuple):
-    """The same result as running statistics: `out` = sum(exp(s - max) v), `max`, `sum` = sum(exp(s - max))."""
-
-    out: Array
-    max: Array
-    sum: Array
-
-
-FORMS: dict[str, Any] = {"lse": Partial, "streams": Streams}  # the forms in which results travel
 
 
 def empty(q: Array, value_dim: int) -> Partial:
@@ -51,8 +40,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     nothing = (a.lse == NEVER) & (b.lse == NEVER)
     gap = xp.where(nothing, xp.zeros_like(a.lse), b.lse - a.lse)  # -inf - -inf is NaN
     apart = a.out - b.out
-    weight = sigmoid(astype(gap, accumulator(apart)))[..., None]
-    out = a.out - weight * apart
+    out = a.out - astype(sigmoid(gap), accumulator(apart))[..., None] * apart
     lse_a, lse_b = (xp.where(nothing, xp.zeros_like(x), x) for x in (a.lse, b.lse))  # at -inf twice its gradient is NaN
     return Partial(out, xp.where(nothing, xp.full_like(a.lse, NEVER), xp.logaddexp(lse_a, lse_b)))
 
@@ -78,66 +66,25 @@ def sink_gradient(sinks_H: Array, lse_BTH: Array, delta_BTH: Array) -> Array:
     return astype(-(weight * delta_BTH).sum((0, 1)), sinks_H.dtype)
 
 
-def to_streams(part: Partial) -> Streams:
-    """(out, lse) as statistics in the dtype of out: max is the rounded lse, and sum = exp(lse - max) the rest.
-
-    So the sum is about one, and zero for an empty row.
-    """
-    xp = namespace(part.out)
-    top = astype(part.lse, accumulator(part.out))
-    empty = part.lse == NEVER
-    total = astype(xp.exp(xp.where(empty, xp.zeros_like(part.lse), part.lse - top)), top.dtype)
-    total = xp.where(empty, xp.zeros_like(total), total)
-    return Streams(part.out * total[..., None], top, total)
+def packed(part: Partial) -> Array:
+    """A partial as one array [..., V + 1], or [..., V + 2]: the lse, rounded to the dtype of out, and what is left."""
+    xp, dtype = namespace(part.out), accumulator(part.out)
+    lse = [astype(part.lse, dtype)]
+    if part.lse.dtype != dtype:
+        rest = xp.where(part.lse == lse[0], xp.zeros_like(part.lse), part.lse - lse[0])  # -inf - -inf is NaN
+        lse.append(astype(rest, dtype))
+    return xp.concatenate([astype(part.out, dtype), *(x[..., None] for x in lse)], -1)
 
 
-def from_streams(streams: Streams) -> Partial:
-    """Statistics as (out / sum, max + log(sum)); an empty row (sum = 0) becomes zeros and -inf."""
-    xp = namespace(streams.out)
-    seen = streams.sum != 0  # also where it is NaN
-    total = xp.where(seen, streams.sum, xp.ones_like(streams.sum))
-    top = astype(streams.max, fine(streams.max))
-    lse = xp.where(seen, top + xp.log(total), xp.full_like(top, NEVER))
-    return Partial(streams.out / total[..., None], lse)
+def unpacked(rows: Array, value_dim: int) -> Partial:
+    """The inverse of `packed`."""
+    out, lse, *rest = rows[..., :value_dim], *(rows[..., i] for i in range(value_dim, rows.shape[-1]))
+    return Partial(out, astype(lse, fine(rows)) + rest[0] if rest else lse)
 
 
-def merge_streams(a: Streams, b: Streams) -> Streams:
-    """Both sides brought to the larger maximum, then added."""
-    xp = namespace(a.out)
-    top = xp.maximum(a.max, b.max)
-    safe = xp.where(top == NEVER, xp.zeros_like(top), top)
-    scale_a, scale_b = xp.exp(a.max - safe), xp.exp(b.max - safe)
-    out = a.out * scale_a[..., None] + b.out * scale_b[..., None]
-    return Streams(out, top, a.sum * scale_a + b.sum * scale_b)
-
-
-def form_of(q: Array) -> str:
-    """The form in which partials of such queries travel: streams if the lse has more bits than out, else lse."""
-    return "lse" if fine(q) == accumulator(q) else "streams"
-
-
-def packed(part: Partial, form: str) -> Array:
-    """A partial as one array: [..., V + 1], or [..., V + 2] as streams."""
-    whole = part if form == "lse" else to_streams(part)
-    return namespace(part.out).concatenate([whole[0], *(x[..., None] for x in whole[1:])], -1)
-
-
-def unpacked(rows: Array, form: str) -> Any:
-    """The inverse of `packed`, as Partial or Streams."""
-    V = rows.shape[-1] - len(FORMS[form]._fields) + 1
-    return FORMS[form](rows[..., :V], *(rows[..., i] for i in range(V, rows.shape[-1])))
-
-
-def partial_of(rows: Array, form: str) -> Partial:
-    """The inverse of `packed`, as Partial."""
-    merged = unpacked(rows, form)
-    return from_streams(merged) if isinstance(merged, Streams) else merged
-
-
-def merge_stack(stack: Any) -> Partial:
-    """Merge partials (or streams) stacked along a first dim, in order."""
-    parts = [type(stack)(*part) for part in zip(*stack, strict=True)]
-    return reduce(merge, parts) if isinstance(stack, Partial) else from_streams(reduce(merge_streams, parts))
+def merge_stack(stack: Partial) -> Partial:
+    """Merge partials stacked along a first dim, in order."""
+    return reduce(merge, [Partial(*part) for part in zip(*stack, strict=True)])
 
 
 def sigmoid(x: Array) -> Array:

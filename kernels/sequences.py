@@ -16,7 +16,7 @@ import numpy as np
 
 from ringattn.kernels.intervals import Intervals
 
-MANY, MEAN_QUERIES = 16, 32  # more than MANY sequences must have MEAN_QUERIES queries each on average
+SEQUENCES, MEAN_QUERIES = 16, 32  # more than SEQUENCES sequences must have MEAN_QUERIES queries each on average
 
 
 class Sequences(NamedTuple):
@@ -48,7 +48,7 @@ def sequences_of(begin: np.ndarray, end: np.ndarray) -> tuple[Sequences, ...] | 
         joins = grows if mostly else same
     joins = np.concatenate([[False], joins, [False]])
     first, last = np.flatnonzero(live & ~joins[:-1]), np.flatnonzero(live & ~joins[1:])
-    if len(first) > max(MANY, int(live.sum()) // MEAN_QUERIES):
+    if len(first) > max(SEQUENCES, int(live.sum()) // MEAN_QUERIES):
         return None
     causal = np.where(first < last, np.append(grows, False)[first], mostly)
     cells, of_query = np.stack([first, last + 1, begin[first], end[last]], 1), np.repeat(causal, last + 1 - first)

@@ -25,7 +25,6 @@ from triton.runtime.jit import JITFunction
 from ringattn.kernels.attention.triton import blocks
 from ringattn.kernels.attention.triton.append import append
 from ringattn.kernels.attention.triton.backward import attend_backward
-from ringattn.kernels.attention.triton.block_lists import block_lists
 from ringattn.kernels.attention.triton.decode import decode_splits
 from ringattn.kernels.attention.triton.forward import attend
 from ringattn.kernels.attention.triton.merge import merge_into, merge_stack
@@ -33,7 +32,7 @@ from ringattn.kernels.attention.triton.table import TABLE
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.triton import delta, gated
-from ringattn.kernels.partial import Partial, Streams
+from ringattn.kernels.partial import Partial
 
 # The compiler's target, and the bytes of shared memory a program may have there.
 TARGETS = {
@@ -123,8 +122,6 @@ def run_entry(key: str, table: Any, softcap: float | None = None, dims: tuple[in
     options = {"scale": 0.1, "softcap": softcap, "table": table}
     attend(q, k, v, where, **options)
     attend_backward(q, k, v, where, dout, stats, stats, **options)
-    for by_keys in (False, True):
-        block_lists(where, 512, 192, 128, by_keys)
 
 
 def run_linear(bits: int, dims: tuple[int, int], gate: str) -> None:
@@ -199,8 +196,7 @@ def decode_rows(arch: str, few: bool) -> None:
     for merge in (
         lambda: merge_into(Partial(stack[0][0], stack[1][0]), Partial(stack[0][1], stack[1][1]), torch.empty(4)),
         lambda: merge_stack(Partial(*stack)),
-        lambda: merge_stack(Streams(*stack, stack[1])),
-        lambda: merge_stack(Streams(*(x[:33, ..., :128] if x.dim() == 5 else x[:33] for x in (*stack, stack[1])))),
+        lambda: merge_stack(Partial(stack[0], stack[1].double())),
     ):
         compile_all(merge)
 

@@ -66,10 +66,6 @@ def backward(
     return dq, dk, dv
 
 
-def old(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> None:
-    """A version without masks of its callers."""
-
-
 def problems(q: Tensor, k: Tensor, bounds: Any, options: dict[str, Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """The queries, the keys and the mask of each batch row, or of each sequence."""
     sequences = []
@@ -108,7 +104,7 @@ def place(lse: Tensor, rows: Any, packed: bool) -> Tensor:
     return lse[:, rows] if packed else lse[rows]
 
 
-def modules(too_old: bool = False) -> dict[str, ModuleType]:
+def modules() -> dict[str, ModuleType]:
     names = "cutlass", "cutlass.cute", "flash_attn", "flash_attn.cute", "flash_attn.cute.utils"
     made = {name: ModuleType(name) for name in (*names, "flash_attn.cute.block_sparsity", "flash_attn.cute.interface")}
     made["cutlass"].cute = made["cutlass.cute"]  # type: ignore[attr-defined]
@@ -117,5 +113,5 @@ def modules(too_old: bool = False) -> dict[str, ModuleType]:
     made["cutlass.cute"].TensorSSA = Any  # type: ignore[attr-defined]
     made["flash_attn.cute.block_sparsity"].BlockSparseTensorsTorch = BlockSparseTensorsTorch  # type: ignore[attr-defined]
     interface: Any = made["flash_attn.cute.interface"]
-    interface._flash_attn_fwd, interface._flash_attn_bwd = (old, old) if too_old else (forward, backward)
+    interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
     return made

@@ -165,10 +165,6 @@ def test_blocks_cover_a_length_with_little_padding_and_fit_the_memory():
     assert blocks_for(2300, 5, shape, (6, 0), None)[:2] == (768, 128)
     assert blocks_for(8192, 8192, shape, (6, 0), None)[:2] == (1024, 1024)
     assert blocks_for(8192, 8192, shape, (4, 0), None)[:2] == (1024, 512)
-    with pytest.raises(ValueError, match=r"a block of 100 keys.*multiple of 128"):
-        blocks_for(8192, 8192, shape, None, Blocks(128, 100))
-    with pytest.raises(ValueError, match=r"2816 queries x 3328 keys need about \d+ MiB.*16 MiB.*these fit: 1024x512"):
-        blocks_for(8192, 8192, shape, None, Blocks(2816, 3328))
 
 
 def test_a_platform_or_dtype_it_lacks_is_refused_with_the_reason():

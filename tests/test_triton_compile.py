@@ -46,7 +46,7 @@ def test_entries_fit(target: str, entries: str) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
     kernels = {row["kernel"] for row in rows}
-    flash = {"forward_kernel", "dq_kernel", "dkdv_kernel", "stats_kernel", "spans_kernel", "lists_kernel"}
+    flash = {"forward_kernel", "dq_kernel", "dkdv_kernel", "stats_kernel", "spans_kernel"}
     linear = {"states_kernel", "join_kernel", "scores_kernel", "apply_kernel", "gradients_kernel"}
     delta = {"prepare_kernel", "walk_kernel", "join_kernel", "pairs_kernel"}
     decode = {"append_kernel", "decode_kernel", "merge_kernel"}

@@ -100,7 +100,7 @@ def some_call(draw: random.Random):
     from ringattn.kernels.intervals import Intervals
     from ringattn.kernels.linear.maps import Inputs
     from ringattn.kernels.linear.triton import gated
-    from ringattn.kernels.partial import Partial, Streams
+    from ringattn.kernels.partial import Partial
     from ringattn.kernels.total import Term
 
     dtype = draw.choice([torch.bfloat16, torch.float16, torch.float32])
@@ -146,7 +146,7 @@ def some_call(draw: random.Random):
         linear_forward,
         linear_backward,
         lambda: merge.merge_stack(Partial(*stack), carry, sinks),
-        lambda: merge.merge_stack(Streams(*stack, stack[1]), carry),
+        lambda: merge.merge_stack(Partial(stack[0], stack[1].double()), carry),
         lambda: decode.decode_splits(q[:, :4], into_k, into_v, few, scale, softcap, splits),
         lambda: append.append(k[:, :3], v[:, :3], into_k, into_v, lengths, (0, 64, 256, 64), window=window),
     ])  # fmt: skip

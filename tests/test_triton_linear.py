@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from triton._C.libtriton.ir import INPUT_PRECISION
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ringattn.kernels.linear import of_rule
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import recurrent
 from ringattn.kernels.linear.triton import delta, gated
@@ -117,7 +116,7 @@ def truth_of(x: Given) -> dict[str, torch.Tensor]:
 
 def results_of(x: Given, keep: bool = False) -> dict[str, torch.Tensor]:
     """The passes, one after the other, as one rank runs them; `keep`: the states before all chunks, for backward."""
-    kernels = of_rule(delta.KERNEL, x.beta is not None)
+    kernels = delta.KERNEL if x.beta is not None else gated.KERNEL
     inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, x.begin, x.scale)
     scan = kernels.scan_states(inputs)
     sizes, dtype = kernels.states_shape(x.k, x.v)

@@ -22,7 +22,9 @@ def attend(
     """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `out` has `out_dtype` if given."""
     xp = namespace(q_BTHD)
     if not is_torch(q_BTHD):
-        k_BSGD, _, v_BSGV = finite().of_keys(k_BSGD, v_BSGV)
+        from ringattn.kernels.attention import jax_finite
+
+        k_BSGD, _, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
     s = visible_scores(q_BTHD, k_BSGD, where, scale, softcap)
     top = xp.amax(s, axis=-1, keepdims=True) if s.shape[-1] else xp.sum(s, axis=-1, keepdims=True) + NEVER
     top = xp.where(top == NEVER, xp.zeros_like(top), top)
@@ -52,8 +54,10 @@ def attend_backward(
     """
     xp, scored = namespace(q_BTHD), k_BSGD
     if not is_torch(q_BTHD):
-        scored, k_BSGD, v_BSGV = finite().of_keys(k_BSGD, v_BSGV)
-        q_BTHD, dout_BTHV, lse_BTH, delta_BTH = finite().of_rows(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
+        from ringattn.kernels.attention import jax_finite
+
+        scored, k_BSGD, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
+        q_BTHD, dout_BTHV, lse_BTH, delta_BTH = jax_finite.of_rows(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
     s = visible_scores(q_BTHD, scored, where, scale, softcap)
     dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
     q, dout = split_heads(q_BTHD, k_BSGD), split_heads(dout_BTHV, k_BSGD)
@@ -86,13 +90,6 @@ def product(weights: Array, x: Array, hidden: Array | None) -> Array:
         if not bool(hidden[..., i].all()):
             out += (weights[..., i, None] * x[..., i, None, :]).masked_fill(hidden[..., i, None], 0.0)
     return out
-
-
-def finite() -> Any:
-    """The module that keeps NaN out of products in JAX, imported only with JAX arrays."""
-    from ringattn.kernels.attention import jax_finite
-
-    return jax_finite
 
 
 def by_head(x_BSGD: Array, dtype: Any) -> Array:

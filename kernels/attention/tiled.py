@@ -7,18 +7,28 @@ the sums so far are scaled by exp(old maximum - new maximum). Memory is one tile
 CPUs it runs what torch's own kernel does not support.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.attention import reference
 from ringattn.kernels.attention.reference import product
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import NEVER, Partial, Streams, empty, from_streams
+from ringattn.kernels.partial import NEVER, Partial, empty
 from ringattn.kernels.protocol import TorchKernel, at_once
 from ringattn.kernels.rows import rounded
 
 BLOCK = 256
+
+
+class Statistics(NamedTuple):
+    """Attention over the keys seen so far: `out` = sum(exp(s - max) v), `max`, and `sum` = sum(exp(s - max))."""
+
+    out: Tensor
+    max: Tensor
+    sum: Tensor
 
 
 def attend(
@@ -30,29 +40,36 @@ def attend(
     for queries in blocks(q_BTHD.shape[1], block_q):
         inside = rows_of(where, queries)
         q = grouped(q_BTHD[:, queries], k_BSGD) * scale
-        streams = start(q, v_BSGV.shape[-1])
+        so_far = start(q, v_BSGV.shape[-1])
         for keys in seen_blocks(inside, k_BSGD.shape[1], block_k):
             hidden = hidden_of(shifted(inside, keys), keys.stop - keys.start, q)
             s = scores(q, k_BSGD[:, keys], hidden, softcap)
-            streams = absorb(streams, s, by_head(v_BSGV[:, keys]), hidden)
-        for whole, rows in zip(part, from_streams(streams), strict=True):
+            so_far = absorb(so_far, s, by_head(v_BSGV[:, keys]), hidden)
+        for whole, rows in zip(part, divided(so_far), strict=True):
             whole[:, queries] = ungrouped(rows, whole[:, queries])
     return reference.finish(part, carry, out_dtype)
 
 
-def start(q_BGND: Tensor, value_dim: int) -> Streams:
+def start(q_BGND: Tensor, value_dim: int) -> Statistics:
     """Statistics of no keys: the maximum is -inf, both sums are zero."""
     rows = q_BGND.shape[:-1]
-    return Streams(q_BGND.new_zeros(*rows, value_dim), q_BGND.new_full(rows, NEVER), q_BGND.new_zeros(rows))
+    return Statistics(q_BGND.new_zeros(*rows, value_dim), q_BGND.new_full(rows, NEVER), q_BGND.new_zeros(rows))
 
 
-def absorb(old: Streams, s_BGNS: Tensor, v_BGSV: Tensor, hidden: Tensor | None) -> Streams:
+def absorb(old: Statistics, s_BGNS: Tensor, v_BGSV: Tensor, hidden: Tensor | None) -> Statistics:
     """One step of the online softmax: the statistics after one more tile of scores."""
     top = torch.maximum(old.max, s_BGNS.amax(-1))
     safe = torch.where(top == NEVER, 0.0, top)  # a row that has seen no key yet: exp(-inf - 0) = 0
     shrink = torch.exp(old.max - safe)
     p = s_BGNS.sub_(safe[..., None]).exp_()
-    return Streams(old.out * shrink[..., None] + product(p, v_BGSV, hidden), top, old.sum * shrink + p.sum(-1))
+    return Statistics(old.out * shrink[..., None] + product(p, v_BGSV, hidden), top, old.sum * shrink + p.sum(-1))
+
+
+def divided(x: Statistics) -> Partial:
+    """(out / sum, max + log(sum)); an empty row, whose sum is 0 and not NaN, becomes zeros and -inf."""
+    total = torch.where(x.sum != 0, x.sum, 1.0)
+    top = x.max.to(fine(x.max))
+    return Partial(x.out / total[..., None], torch.where(x.sum != 0, top + total.log(), NEVER))
 
 
 def attend_backward(

@@ -22,9 +22,5 @@ TABLE = (
 
 def select(problem: LinearProblem, impl: str = "auto") -> LinearKernel:
     """The kernel of this table that `ringattn.kernels.select` takes, loaded: that of the problem's rule."""
-    return of_rule(kernels.select(problem, impl, TABLE).load(), problem.beta)
-
-
-def of_rule(kernel: LinearKernel, beta: bool) -> LinearKernel:
-    """The kernel itself for the delta rule, and the one that serves without beta."""
-    return kernel if beta or kernel.gated is None else kernel.gated
+    kernel: LinearKernel = kernels.select(problem, impl, TABLE).load()
+    return kernel if problem.beta or kernel.gated is None else kernel.gated

@@ -42,7 +42,7 @@ def cuts() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return same & row & second & (j <= i), same & ~row & ~second & (j > i), same & row & ~second
 
 
-AFTER, AHEAD, PARTED = cuts()
+AFTER, AHEAD, SPLIT = cuts()
 UNTIL, LATER = np.tri(CHUNK), np.tri(CHUNK, k=-1).T  # the gates up to t, and those after it
 
 
@@ -137,7 +137,7 @@ def inverse(lower: Array) -> Array:
     solve is a call of LAPACK on CPUs, where devices that wait for each other leave it no thread.
     """
     inverse = jnp.broadcast_to(jnp.eye(CHUNK, dtype=lower.dtype), lower.shape)
-    for corner in PARTED:  # the barrier: TPU compilers fail where they join the difference to its product
+    for corner in SPLIT:  # the barrier: TPU compilers fail where they join the difference to its product
         inverse = inverse - lax.optimization_barrier(product(inverse, product(jnp.where(corner, lower, 0), inverse)))
     return inverse
 
@@ -182,7 +182,7 @@ def weights(q: Array, k: Array, g: Array) -> Array:
     own = (q * k).sum(-1)[..., None] * np.eye(CHUNK, dtype=q.dtype)
     q, k, g = (x[..., None, :, :] for x in (q, k, g))
     pairs = product(q * jnp.exp(summed(AFTER, g)), jnp.matrix_transpose(k * jnp.exp(summed(AHEAD, g))))
-    return own + jnp.where(PARTED, pairs, 0).sum(-3)
+    return own + jnp.where(SPLIT, pairs, 0).sum(-3)
 
 
 def summed(which: np.ndarray, g: Array) -> Array:
@@ -219,7 +219,7 @@ def gates(like: Array, g: Array | None) -> Array:
     return jnp.maximum(chunks((g if g.ndim == 4 else g[..., None]).astype(accumulator(like))), LOWEST)
 
 
-def begins(begin: Array | None) -> Array | None:
+def begins(begin: Array | None) -> Any:
     """`begin` [1 or B, T] as [N, 1 or B, C], counted from the first token of each chunk."""
     if begin is None:
         return None

@@ -71,14 +71,8 @@ class Map(NamedTuple):
         return torch.baddbmm(kv, factor, state).view(self.kv.shape)
 
     def packed(self) -> Tensor:
-        """[B, H, K, 1 + V or K + V], factor and kv side by side as they travel; no copy where they lie so."""
-        factor, kv = self
-        n, width = factor.shape[-1], factor.shape[-1] + kv.shape[-1]
-        together = factor.untyped_storage().data_ptr() == kv.untyped_storage().data_ptr()
-        at, strides = (factor.storage_offset(), kv.storage_offset()), factor.stride()
-        if together and at[1] == at[0] + n and strides == kv.stride() and strides[-2:] == (width, 1):
-            return factor.as_strided((*kv.shape[:-1], width), strides)
-        return torch.cat([factor.expand(*kv.shape[:-1], n), kv], -1)
+        """[B, H, K, 1 + V or K + V], factor and kv side by side as they travel."""
+        return torch.cat([self.factor.expand(*self.kv.shape[:-1], -1), self.kv], -1)
 
     def then(self, later: "Map") -> "Map":
         """The composition of both maps: associative, not commutative."""

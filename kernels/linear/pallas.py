@@ -28,14 +28,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ringattn.kernels.linear.jax_chunkwise import CHUNK, LOWEST, Map
+from ringattn.kernels.linear.jax_chunkwise import CHUNK, LOWEST, Map, begins
 from ringattn.kernels.varying import axes_of, in_turn, vary
 
 NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))  # a @ b and a @ b^T
 TN = (((0,), (0,)), ((), ()))  # a^T @ b
 HEADS, STATES = 8, 2**23  # of a grid step: how many heads, and about how many bytes of states, at most
 LEVELS = range(CHUNK.bit_length() - 1)
-WIDEST = 256  # of a head's keys and values
+MAX_DIM = 256  # of a head's keys and values
 
 
 class Rows(NamedTuple):
@@ -55,9 +55,7 @@ class Rows(NamedTuple):
         """From [R, T, heads, dim]; gates [R, T, H] or [R, T, H, K]; `begin` [1 or R, T], counted from the first one."""
         g = jnp.zeros(v.shape[:3], jnp.float32) if g is None else jnp.maximum(g.astype(jnp.float32), LOWEST)
         if begin is not None:
-            begin = jnp.pad(begin, ((0, 0), (0, -begin.shape[1] % CHUNK)), mode="edge")
-            begin = begin.reshape(len(begin), -1, 1, CHUNK)
-            begin = begin - CHUNK * jnp.arange(begin.shape[1], dtype=begin.dtype)[:, None, None]
+            begin = begins(begin).swapaxes(0, 1)[:, :, None]
         return cls(
             None if q is None else by_heads(q),
             by_heads(k),
@@ -273,7 +271,7 @@ class Chunk(NamedTuple):
         if isinstance(self.decays, list):
             pairs = jnp.where(eye(CHUNK), (left.astype(jnp.float32) * self.k).sum(1, keepdims=True), 0.0)
             for level, (after, ahead) in zip(LEVELS, self.decays, strict=True):
-                pairs += jnp.where(parted(level), dot(left * after, self.k * ahead, NT, self.exact), 0.0)
+                pairs += jnp.where(split_at(level), dot(left * after, self.k * ahead, NT, self.exact), 0.0)
         else:
             pairs = jnp.where(index(1) <= index(0), dot(left, self.k, NT, self.exact) * self.decays, 0.0)
         return pairs if self.same is None else jnp.where(self.same, pairs, 0.0)
@@ -302,9 +300,9 @@ class Chunk(NamedTuple):
 
 def solved(lower: list[Any], exact: bool) -> list[Any]:
     """(1 + lower)^-1 of strictly lower triangular matrices, as `jax_chunkwise.inverse`; all of them level by level."""
-    inverses = [eye(CHUNK) - jnp.where(parted(0), x, 0.0) for x in lower]
+    inverses = [eye(CHUNK) - jnp.where(split_at(0), x, 0.0) for x in lower]
     for level in LEVELS[1:]:
-        corner = [dot(jnp.where(parted(level), x, 0.0), y, NN, exact) for x, y in zip(lower, inverses, strict=True)]
+        corner = [dot(jnp.where(split_at(level), x, 0.0), y, NN, exact) for x, y in zip(lower, inverses, strict=True)]
         inverses = [y - dot(y, x, NN, exact) for x, y in zip(corner, inverses, strict=True)]
     return inverses
 
@@ -318,7 +316,7 @@ def eye(n: int) -> Any:
     return lax.broadcasted_iota(jnp.int32, (n, n), 0) == lax.broadcasted_iota(jnp.int32, (n, n), 1)
 
 
-def parted(level: int) -> Any:
+def split_at(level: int) -> Any:
     """The pairs (i, j) on both sides of the cut of a block of 2 ** (level + 1) tokens: [C, C]."""
     i, j = index(0) >> level, index(1) >> level
     return (i ^ j == 1) & (i & 1 == 1)

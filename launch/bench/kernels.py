@@ -24,7 +24,7 @@ from ringattn.launch.bench.timing import FLOPS, Heads, Passes
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "impl", "mode", "ms", "tflops"]
-DEFAULT = {"cuda": ["auto", "triton", "cudnn", "flash", "fa4"], "cpu": ["auto", "sdpa_cpu", "tiled"]}
+DEFAULT = {"cuda": ["auto", "triton", "cudnn", "fa4"], "cpu": ["auto", "sdpa_cpu", "tiled"]}
 NAMES = ("auto", *(kernel.name for kernel in kernels.TABLE))
 
 

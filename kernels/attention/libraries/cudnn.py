@@ -10,27 +10,24 @@ ATTEND = torch._scaled_dot_product_cudnn_attention  # the same op as of torch.op
 GRADIENTS = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
-def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, *, scale: float, softcap: None = None
+) -> tuple[Tensor, Tensor]:
+    assert softcap is None  # which `refuses` refuses
     q, k, v = [x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGV)]
     out, lse = ATTEND(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     return heads_first(out), heads_first(lse.reshape(out.shape[:3]))
 
 
 def backward(
-    dout_BTHV: Tensor,
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    out_BTHV: Tensor,
-    lse_BTH: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout_BTHV: Tensor, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, out_BTHV: Tensor, lse_BTH: Tensor, causal: bool,
+    *, scale: float, softcap: None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if q_BTHD.shape[1] == k_BSGD.shape[1] == 1:  # cuDNN refuses one query of one key: pass it twice, with dout = 0
         zero = torch.zeros_like(dout_BTHV)
         twice = [torch.cat([x, y], 1) for x, y in ((dout_BTHV, zero), (q_BTHD, q_BTHD), (out_BTHV, zero))]
         lse_BTH = lse_BTH.repeat(1, 2, 1)
-        dq, dk, dv = backward(twice[0], twice[1], k_BSGD, v_BSGV, twice[2], lse_BTH, False, scale)
+        dq, dk, dv = backward(twice[0], twice[1], k_BSGD, v_BSGV, twice[2], lse_BTH, False, scale=scale)
         return dq[:, :1], dk, dv
     dout, q, k, v, out = [x.transpose(1, 2) for x in (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV)]
     lse = heads_first(lse_BTH).contiguous().unsqueeze(-1)

@@ -22,7 +22,8 @@ from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.rows import EVERY, NONE, Rows, with_out
 from ringattn.kernels.total import Total, in_dtype
 
-# (q, k, v, mask, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, mask, scale) -> dq, dk, dv
+# (q, k, v, mask, scale=, softcap=) -> out [B, T, H, V], lse [B, T, H]
+# (dout, q, k, v, out, lse, mask, scale=, softcap=) -> dq, dk, dv
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 Made = TypeVar("Made")
@@ -36,35 +37,20 @@ def over_rectangles(
     """A kernel that runs a vendor's two functions of one rectangle over all rectangles of a step.
 
     They are those that the intervals come with, whose mask is whether they are causal. A vendor that runs any intervals
-    gives `rectangles_of`, which makes its own. Both functions then take softcap=, and its backward delta= for out.
+    gives `rectangles_of`, which makes its own, and takes delta= for out in its backward.
     """
     cut_into = rectangles_of or bind(own_rectangles, name)
 
-    def options(softcap: float | None) -> dict[str, Any]:
-        if softcap is not None and not rectangles_of:
-            raise NotImplementedError(f"{name} does not support softcap={softcap}; the triton and tiled kernels do")
-        return {"softcap": softcap} if rectangles_of else {}
-
     def attend(
-        q_BTHD: Tensor,
-        k_BSGD: Tensor,
-        v_BSGV: Tensor,
-        where: Intervals,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        carry: Partial | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Partial:
+        q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, *, carry: Partial | None = None,
+        out_dtype: torch.dtype | None = None, **score: Any,
+    ) -> Partial:  # fmt: skip
         """One vendor call for each rectangle, merged into the carry's rows: in place if its out has `out_dtype`."""
-        given = options(softcap)
         q_BTHD, k_BSGD, v_BSGV = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV))
         rectangles = cut_into(where, q_BTHD, k_BSGD, v_BSGV)
 
         def run(queries: slice, keys: slice, mask: Any) -> Partial:
-            out, lse = forward(
-                sliced(q_BTHD, queries), sliced(k_BSGD, keys), sliced(v_BSGV, keys), mask, scale, **given
-            )
+            out, lse = forward(sliced(q_BTHD, queries), sliced(k_BSGD, keys), sliced(v_BSGV, keys), mask, **score)
             return Partial(out, in_dtype(lse, fine(q_BTHD)))
 
         if carry is None and is_one(rectangles, q_BTHD):
@@ -86,22 +72,19 @@ def over_rectangles(
 
     def gradients(
         tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, final: bool = False,
+        into: tuple[Any, Any, Any] = NONE, *, final: bool = False, **score: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         """One vendor call for each rectangle; if one is the whole step, its gradients are as the vendor gives them."""
-        given = options(softcap)
         rectangles = cut_into(where, *tensors, True)
         if rows.out is None and not rectangles_of:
-            return own_kernel(tensors[0]).backward(tensors, where, rows, want, into, scale=scale, final=final)
+            return own_kernel(tensors[0]).backward(tensors, where, rows, want, into, final=final, **score)
         q_BTHD, k_BSGD, v_BSGV, dout = map(unit_stride, (*tensors, rows.dout))
         out = None if rows.out is None else unit_stride(rows.out)
 
         def run(queries: slice, keys: slice, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
             some = [None if x is None else sliced(x, queries) for x in (dout, q_BTHD, out, rows.lse)]
             more = {"delta": sliced(rows.delta, queries)} if out is None and rows.delta is not None else {}
-            return backward(
-                *some[:2], sliced(k_BSGD, keys), sliced(v_BSGV, keys), *some[2:], mask, scale, **given, **more
-            )
+            return backward(*some[:2], sliced(k_BSGD, keys), sliced(v_BSGV, keys), *some[2:], mask, **score, **more)
 
         if is_one(rectangles, q_BTHD) and covers(rectangles[0].keys, k_BSGD):
             return run(*rectangles[0])

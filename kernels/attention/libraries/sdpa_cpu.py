@@ -32,22 +32,19 @@ def refuses(problem: Problem) -> str | None:
     return "sdpa_cpu does not support softcap" if problem.softcap else equal_dims(problem, "sdpa_cpu")
 
 
-def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, *, scale: float, softcap: None = None
+) -> tuple[Tensor, Tensor]:
+    assert softcap is None  # which `refuses` refuses
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGV))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def backward(
-    dout_BTHV: Tensor,
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    out_BTHV: Tensor,
-    lse_BTH: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout_BTHV: Tensor, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, out_BTHV: Tensor, lse_BTH: Tensor, causal: bool,
+    *, scale: float, softcap: None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tensors = (x.transpose(1, 2) for x in (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV, lse_BTH))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal, scale=scale)
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
@@ -58,22 +55,16 @@ BY_RECTANGLES = over_rectangles("sdpa_cpu", forward, backward, refuses)
 
 
 def attend(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    *,
-    carry: Partial | None = None,
-    out_dtype: torch.dtype | None = None,
-    **score: Any,
-) -> Partial:
-    narrow = q_BTHD.dtype not in WIDE
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, *, carry: Partial | None = None,
+    out_dtype: torch.dtype | None = None, **score: Any,
+) -> Partial:  # fmt: skip
+    low = q_BTHD.dtype not in WIDE
     q, k, v = widened(q_BTHD, k_BSGD, v_BSGV)
-    rounded = narrow and is_one(where.rectangles or (), q) and carry is None and out_dtype is not None
+    rounded = low and is_one(where.rectangles or (), q) and carry is None and out_dtype is not None
     right = q.dtype == torch.float64 or rounded or largest_score(q, k, score["scale"]) < LARGE
     run = BY_RECTANGLES.attend if where.rectangles is None or (right and finite(q, k, v)) else tiled.attend
     part = run(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
-    return Partial(part.out, part.lse.to(fine(q_BTHD))) if narrow else part
+    return Partial(part.out, part.lse.to(fine(q_BTHD))) if low else part
 
 
 def gradients(

@@ -1,5 +1,6 @@
 """The backward pass on TPUs: one kernel for dq, dk and dv, or two that each compute a half alone."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from ringattn.kernels.attention.pallas.walk import (
     Score,
     Setup,
     Walk,
-    entry_here,
+    current_entry,
     on_work,
     pieces,
     precision_of,
@@ -29,8 +30,7 @@ from ringattn.kernels.intervals import Intervals
 
 # The pieces of a tile, and how many of them have their scores computed ahead: those with the fewest bundles on v6e.
 EDGE, AHEAD = 256, 2
-FUSED_QUERIES, FUSED_KEYS = 256, 256
-HELD = 4  # bytes of dk and dv that stay in vector memory while a key head is computed, for each number of it
+RESIDENT = 4  # bytes of dk and dv that stay in vector memory while a key head is computed, for each number of it
 
 
 def prepare(
@@ -49,9 +49,9 @@ def attend_backward(
     q, dout, lse and delta are those of `prepare`. `dq` gives its memory to the new one.
     """
     inputs = (q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH)
-    if not fits(Shape.of(q_BTHD, v_BSGV, held=HELD), k_BSGD.shape[1], how.get("arch"), how.get("blocks")):
+    if not fits(Shape.of(q_BTHD, v_BSGV, resident=RESIDENT), k_BSGD.shape[1], how.get("arch"), how.get("blocks")):
         return halves(*inputs, scale=scale, softcap=softcap, dq=dq, **how)
-    case = Case.of(inputs, Score(scale, softcap), held=HELD, others=dq, **how)
+    case = Case.of(inputs, Score(scale, softcap), resident=RESIDENT, others=dq, **how)
     (_, H, T, D), (_, G, S, V), (bq, _, _) = case.setup.q.shape, case.setup.v.shape, case.setup.blocks
     carried = [] if dq is None else [(columns(dq, bq), 3)]
     new_dq, dk, dv = Walk(case.setup, queries_stay=True).run(
@@ -59,9 +59,9 @@ def attend_backward(
         queries=[*case.queries, *carried],
         keys=[*case.keys, case.k_t],
         results=[((H, D, T), 3)],
-        heads=[(G, D, S), (G, V, S)],
         scratch=[((D, bq), jnp.float32)],
         products=5,
+        heads=((G, D, S), (G, V, S)),
         onto={len(case.queries): 0} if carried else None,
     )
     return rows_of(new_dq, q_BTHD), rows_of(dk, k_BSGD), rows_of(dv, k_BSGD)
@@ -80,7 +80,6 @@ def halves(
         queries=case.queries,
         keys=[*case.keys, case.k_t],
         results=[((H, D, T), 3)],
-        heads=[],
         scratch=[((D, bq), jnp.float32)],
         products=3,
     )
@@ -89,7 +88,6 @@ def halves(
         queries=case.queries,
         keys=case.keys,
         results=[((G, D, S), 3), ((G, V, S), 3)],
-        heads=[],
         scratch=[((D, bk), jnp.float32), ((V, bk), jnp.float32)],
         products=4,
     )
@@ -138,7 +136,7 @@ def backward_kernel(
     pieces, with the scores of the next AHEAD pieces ready.
     """
     *given, k, v, k_t, begin, end, dq, dk, dv, acc = rest
-    entry, member, step = entry_here(entries, walk), pl.program_id(2), pl.program_id(3)
+    entry, member, step = current_entry(entries, walk), pl.program_id(2), pl.program_id(3)
     bk = k.shape[2]
 
     def on_key_blocks(change: Any) -> None:
@@ -161,13 +159,9 @@ def backward_kernel(
 
     def tile(kind: int) -> None:
         block = Block(q_t, k, v, dout_t, lse2, delta, walk.key_block(entry), begin, end)
-        queries = pieces(q_t.shape[3], FUSED_QUERIES)
-        patches = [Patch.of(at, keys, kind) for at in queries for keys in pieces(bk, FUSED_KEYS)]
-        patches = [patch for patch in patches if patch.size]
-        ready = [block.scores(patch, score, precision) for patch in patches[:AHEAD]]
-        for i, (at, keys, _) in enumerate(patches):
-            ready += [block.scores(patch, score, precision) for patch in patches[i + AHEAD : i + AHEAD + 1]]
-            p, ds = block.gradients(*ready[i], patches[i], score)
+        queries = pieces(q_t.shape[3], EDGE)
+        patches = [Patch.of(at, keys, kind) for at in queries for keys in pieces(bk, EDGE)]
+        for at, keys, p, ds in block.of_patches(patches, score, precision):
             ds = ds.astype(q_t.dtype)
             here = pl.ds(pl.multiple_of(walk.key_block(entry) * bk + keys.start, LANES), keys.stop - keys.start)
             dv[0, 0, :, here] += lax.dot_general(
@@ -199,7 +193,7 @@ def dq_kernel(
 
     Grid and entries are those of `forward_kernel`. The lse is final, so a tile is one step, without pieces.
     """
-    entry = entry_here(entries, walk)
+    entry = current_entry(entries, walk)
 
     @pl.when(entry & FIRST != 0)
     def start() -> None:
@@ -208,8 +202,8 @@ def dq_kernel(
     def tile(kind: int) -> None:
         block = Block(q_t, k, v, dout_t, lse2, delta, walk.key_block(entry), begin, end)
         patch = Patch.of(slice(0, q_t.shape[3]), slice(0, k.shape[2]), kind)
-        _, ds = block.gradients(*block.scores(patch, score, precision), patch, score)
-        acc[...] += lax.dot_general(k_t[0, 0], ds.astype(k_t.dtype), NN, precision, jnp.float32)
+        for _, _, _, ds in block.of_patches([patch], score, precision):
+            acc[...] += lax.dot_general(k_t[0, 0], ds.astype(k_t.dtype), NN, precision, jnp.float32)
 
     on_work(entry, tile)
 
@@ -229,7 +223,7 @@ def dkv_kernel(
     so the accumulators start at the first head of the first entry and are written at the last head of the last one.
     Tiles are computed in pieces, with the scores of the next AHEAD pieces ready, as in `forward_kernel`.
     """
-    entry, member = entry_here(entries, walk), pl.program_id(3)
+    entry, member = current_entry(entries, walk), pl.program_id(3)
 
     @pl.when((entry & FIRST != 0) & (member == 0))
     def start() -> None:
@@ -240,11 +234,7 @@ def dkv_kernel(
         block = Block(q_t, k, v, dout_t, lse2, delta, walk.key_block(entry), begin, end)
         queries = pieces(q_t.shape[3], EDGE)
         patches = [Patch.of(at, keys, kind) for keys in pieces(k.shape[2], EDGE) for at in queries]
-        patches = [patch for patch in patches if patch.size]
-        ready = [block.scores(patch, score, precision) for patch in patches[:AHEAD]]
-        for i, (at, keys, _) in enumerate(patches):
-            ready += [block.scores(patch, score, precision) for patch in patches[i + AHEAD : i + AHEAD + 1]]
-            p, ds = block.gradients(*ready[i], patches[i], score)
+        for at, keys, p, ds in block.of_patches(patches, score, precision):
             new_v = lax.dot_general(dout_t[0, 0, :, at], p.astype(dout_t.dtype), NT, precision, jnp.float32)
             new_k = lax.dot_general(q_t[0, 0, :, at], ds.astype(q_t.dtype), NT, precision, jnp.float32)
             acc_v[:, keys] += new_v
@@ -270,6 +260,14 @@ class Block(NamedTuple):
     number: Any
     begin: Any
     end: Any
+
+    def of_patches(self, patches: list[Patch], score: Score, precision: Any) -> Iterator[tuple[slice, slice, Any, Any]]:
+        """(queries, keys, p, ds) of each piece with something to see, while the scores of the next are computed."""
+        patches = [patch for patch in patches if patch.size]
+        ready = [self.scores(patch, score, precision) for patch in patches[:AHEAD]]
+        for i, patch in enumerate(patches):
+            ready += [self.scores(following, score, precision) for following in patches[i + AHEAD : i + AHEAD + 1]]
+            yield patch.queries, patch.keys, *self.gradients(*ready[i], patch, score)
 
     def scores(self, patch: Patch, score: Score, precision: Any) -> tuple[Any, Any]:
         """Base-2 scores, and v dout^T: both [keys, queries]."""

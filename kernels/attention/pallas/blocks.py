@@ -11,7 +11,7 @@ MIB = 2**20
 # The vector memory that one kernel may use, by generation (its number, and 1 for the larger chip of that number): half
 # of what a core has, or the compiler's default of 16 MiB.
 VMEM = {(4, 0): 16 * MIB, (5, 0): 64 * MIB, (5, 1): 32 * MIB, (6, 0): 64 * MIB, (7, 0): 32 * MIB}
-USUAL = 16 * MIB
+DEFAULT = 16 * MIB
 SIZES = ((1024, 1024), (1024, 512), (512, 512), (512, 256), (256, 256), (128, 128))
 
 
@@ -20,7 +20,7 @@ class Blocks(NamedTuple):
 
     q: int
     k: int
-    vmem: int = USUAL
+    vmem: int = DEFAULT
 
 
 class Shape(NamedTuple):
@@ -29,11 +29,11 @@ class Shape(NamedTuple):
     head_dim: int
     value_dim: int
     itemsize: int
-    held: int = 0  # bytes of a number of dk and dv, if those of a whole key head stay in memory
+    resident: int = 0  # bytes of a number of dk and dv, if those of a whole key head stay in memory
 
     @classmethod
-    def of(cls, q: Array, v: Array, held: int = 0) -> "Shape":
-        return cls(q.shape[3], v.shape[3], q.dtype.itemsize, held)
+    def of(cls, q: Array, v: Array, resident: int = 0) -> "Shape":
+        return cls(q.shape[3], v.shape[3], q.dtype.itemsize, resident)
 
 
 def needs(q: int, k: int, shape: Shape, keys: int) -> int:
@@ -42,12 +42,12 @@ def needs(q: int, k: int, shape: Shape, keys: int) -> int:
     Compiled kernels were found to take six bytes a pair of a tile for each byte of the dtype.
     """
     width, size = shape.head_dim + shape.value_dim, shape.itemsize
-    sums = shape.held * width * (keys + -keys % k) + 20 * shape.head_dim * q if shape.held else 12 * width * k
+    sums = shape.resident * width * (keys + -keys % k) + 20 * shape.head_dim * q if shape.resident else 12 * width * k
     return 6 * size * q * k + 2 * size * width * (q + k) + sums + 256 * q
 
 
 def limit_of(arch: tuple[int, int] | None) -> int:
-    return VMEM.get(arch, USUAL) if arch else USUAL
+    return VMEM.get(arch, DEFAULT) if arch else DEFAULT
 
 
 def fits(shape: Shape, keys: int, arch: tuple[int, int] | None, given: Blocks | None) -> bool:
@@ -57,23 +57,11 @@ def fits(shape: Shape, keys: int, arch: tuple[int, int] | None, given: Blocks | 
 
 
 def blocks_for(queries: int, keys: int, shape: Shape, arch: tuple[int, int] | None, given: Blocks | None) -> Blocks:
-    """The given blocks, checked, or the largest that fit into memory; evened out over these lengths."""
+    """The given blocks, or the largest that fit into memory; evened out over these lengths."""
     limit = limit_of(arch)
     fit = [size for size in SIZES if needs(*size, shape, keys) <= limit]
-    if given is None:
-        q, k = fit[0] if fit else SIZES[-1]
-        return Blocks(divided(queries, q), divided(keys, k), limit)
-    for name, size in {"queries": given.q, "keys": given.k}.items():
-        if size < LANES or size % LANES:
-            raise ValueError(f"a block of {size} {name} is not supported; use a multiple of {LANES}")
-    need = needs(given.q, given.k, shape, keys)
-    if need > given.vmem:
-        raise ValueError(
-            f"blocks of {given.q} queries x {given.k} keys need about {need / MIB:.0f} MiB of vector memory, and "
-            f"{given.vmem / MIB:.0f} MiB are allowed; these fit: "
-            + (", ".join(f"{q}x{k}" for q, k in SIZES if needs(q, k, shape, keys) <= given.vmem) or "none")
-        )
-    return Blocks(divided(queries, given.q), divided(keys, given.k), given.vmem)
+    q, k, vmem = given or (*(fit or SIZES[-1:])[0], limit)
+    return Blocks(divided(queries, q), divided(keys, k), vmem)
 
 
 def divided(length: int, most: int) -> int:

@@ -25,7 +25,7 @@ from ringattn.kernels.attention.pallas.walk import (
     Patch,
     Score,
     Walk,
-    entry_here,
+    current_entry,
     on_work,
     pieces,
     precision_of,
@@ -98,7 +98,6 @@ def attend(
         queries=[(setup.q.swapaxes(2, 3), 3), *carried],
         keys=[(setup.k, 2), (in_columns(setup.v, setup.blocks.k), 2)],
         results=[((H, V, T), 3), ((H, 1, T), 3)],
-        heads=[],
         scratch=[((n, bq), jnp.float32) for n in (1, 8, V)]
         + [((size.ahead + 1, size.keys, size.queries), jnp.float32)],
         products=2,
@@ -136,18 +135,18 @@ def forward_kernel(
     Every query block has at least one entry, so its result is written even if it sees nothing.
 
     A tile is one pair of blocks, computed in pieces: for each piece of the queries, all pieces of the keys. The loop is
-    unrolled, and `held` has the scores of this piece and the next ones, so that the compiler can compute them beside
+    unrolled, and `ready` has the scores of this piece and the next ones, so that the compiler can compute them beside
     the exponentials of this one. Queries are transposed too, as the matrix unit takes them.
 
-    Why at the odd places: `held` is memory of its own, since the compiler stores twice as much when scores that do not
+    Why at the odd places: `ready` is memory of its own, since the compiler stores twice as much when scores that do not
     fit into registers are left to it. `sums` has eight rows, one for each sublane, because adding whole registers is
     cheap; they are added up once, in `finish`. A masked tile may leave a maximum at -inf, and `safe` keeps -inf - -inf
     out. A whole tile needs no mask; where no interval begins inside a tile, its mask is one operation cheaper; and on
     the diagonal of a causal mask the first half of the queries sees only half of the keys, the other one needs no mask
     for these.
     """
-    *given, k, v_t, begin, end, out, lse, top, total, acc, held = rest
-    entry = entry_here(entries, walk)
+    *given, k, v_t, begin, end, out, lse, top, total, acc, ready = rest
+    entry = current_entry(entries, walk)
     first_key = walk.key_block(entry) * k.shape[2]
 
     @pl.when(entry & FIRST != 0)
@@ -176,7 +175,7 @@ def forward_kernel(
                     starts = begin[:, :, at] if kind == SOME else None
                     high = jnp.where(visible(high, first_key + free, starts, end[:, :, at]), high, NEVER)
                     s = jnp.concatenate([low, high]) if low.size else high
-                held[number % len(held), : s.shape[0]] = s
+                ready[number % len(ready), : s.shape[0]] = s
                 tops.append(s.max(0, keepdims=True))
 
         for number in range(size.ahead):
@@ -188,7 +187,7 @@ def forward_kernel(
             shrink = jnp.exp2(before - safe)
             sums, result = [], []
             for some in pieces(patches[i].size, size.exponents):
-                p = jnp.exp2(held[i % len(held), some] - safe)
+                p = jnp.exp2(ready[i % len(ready), some] - safe)
                 sums.append(p.reshape(-1, 8, p.shape[1]).sum(0))
                 values = columns_at(v_t, slice(keys.start + some.start, keys.start + some.stop))
                 result.append(lax.dot_general(values, p.astype(v_t.dtype), NN, precision, jnp.float32))

@@ -128,7 +128,7 @@ class Walk(NamedTuple):
 
     def run(
         self, kernel: Callable[..., None], queries: list[Part], keys: list[Part], results: list[Part],
-        heads: list[tuple[int, ...]], scratch: list[tuple[tuple[int, ...], Any]], products: int,
+        scratch: list[tuple[tuple[int, ...], Any]], products: int, heads: tuple[tuple[int, ...], ...] = (),
         onto: dict[int, int] | None = None,
     ) -> list[Array]:  # fmt: skip
         """Run the kernel over its grid; the number of entries is traced.
@@ -146,7 +146,7 @@ class Walk(NamedTuple):
         if heads or not self.queries_stay:
             order[2] = "arbitrary"
         kind = {"manual_axis_type": jax.typeof(jnp.int32(0) if setup.interpret else operands[0]).manual_axis_type}
-        shapes = [shape for shape, _ in results] + heads
+        shapes = [*(shape for shape, _ in results), *heads]
         out_shape = [jax.ShapeDtypeStruct((B, *shape), jnp.float32, **kind) for shape in shapes]
         pairs = B * H * T * setup.k.shape[2]
 
@@ -188,7 +188,7 @@ def whole_head(shape: tuple[int, ...]) -> pl.BlockSpec:
     return pl.BlockSpec((1, 1, *shape[1:]), lambda b, g, *_: (b, g, 0, 0), pipeline_mode=pl.Buffered(1))
 
 
-def entry_here(entries: Any, walk: Walk) -> Any:
+def current_entry(entries: Any, walk: Walk) -> Any:
     return walk.entry(entries, pl.program_id(0), pl.program_id(walk.dims[0]))
 
 
@@ -244,16 +244,15 @@ class Patch(NamedTuple):
 
 def setup_of(
     operands: tuple[Array, Array, Array], where: Intervals, others: Any, *, blocks: Blocks | None = None,
-    arch: tuple[int, int] | None = None, interpret: bool = False, held: int = 0,
+    arch: tuple[int, int] | None = None, interpret: bool = False, resident: int = 0,
 ) -> Setup:  # fmt: skip
     """Operands by heads, padded to whole blocks: padding queries see no key, and no query sees padding keys.
 
-    By default the blocks are the largest for the TPU generation `arch`, beside `held` bytes a key that stay in vector
-    memory. `interpret` runs the kernels on any device.
+    By default the blocks are the largest for the TPU generation `arch`, beside `resident` bytes a key that stay in
+    vector memory. `interpret` runs the kernels on any device.
     """
     q_BTHD, k_BSGD, v_BSGV = operands
-    shape = Shape(q_BTHD.shape[3], v_BSGV.shape[3], q_BTHD.dtype.itemsize, held)
-    chosen = blocks_for(q_BTHD.shape[1], k_BSGD.shape[1], shape, arch, blocks)
+    chosen = blocks_for(q_BTHD.shape[1], k_BSGD.shape[1], Shape.of(q_BTHD, v_BSGV, resident), arch, blocks)
     begin, end = (padded(x.astype(jnp.int32), 1, chosen.q) for x in (where.begin, where.end))
     return Setup(
         by_heads(q_BTHD, chosen.q),

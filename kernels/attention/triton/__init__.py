@@ -4,7 +4,7 @@ from ringattn.kernels import Problem
 from ringattn.kernels.attention.triton.backward import attend_backward, flash_backward, prepare
 from ringattn.kernels.attention.triton.delta import row_delta
 from ringattn.kernels.attention.triton.forward import attend
-from ringattn.kernels.attention.triton.table import WIDEST
+from ringattn.kernels.attention.triton.table import MAX_DIM
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.triton import cannot_run
 
@@ -15,8 +15,8 @@ def refuses(problem: Problem) -> str | None:
     """Why these kernels cannot serve the problem, or None when they can."""
     if (reason := cannot_run(problem)) is not None:
         return reason
-    if max(problem.head_dim, problem.value_dim) > WIDEST:
-        return f"takes dims up to {WIDEST}, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
+    if max(problem.head_dim, problem.value_dim) > MAX_DIM:
+        return f"takes dims up to {MAX_DIM}, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
     return None
 
 

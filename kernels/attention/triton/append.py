@@ -14,7 +14,7 @@ from torch import Tensor
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.triton import Launch, kind_of, power_of_2
 
-FARTHEST = 2**31 - 1  # positions lie below it, and Triton compiles another kernel for numbers above it
+MAX_POSITION = 2**31 - 1  # positions lie below it, and Triton compiles another kernel for numbers above it
 
 
 @triton.jit(do_not_specialize=["T", "S", "G", "origin", "block", "round", "mine", "window"])
@@ -71,7 +71,7 @@ def append(
     tensors = k_BTGD, v_BTGV, lengths_B, into_k, into_v, begin, end
     Launch(
         append_kernel, (T, B, 1), k_BTGD.device,
-        (*strides, T, S, G, D, V, *where, min(window or 0, FARTHEST), *constants),
+        (*strides, T, S, G, D, V, *where, min(window or 0, MAX_POSITION), *constants),
         (k_BTGD.dtype, kind_of((*strides, D, V)), constants), num_warps=4,
     )(*tensors)  # fmt: skip
     return Intervals(begin, end)

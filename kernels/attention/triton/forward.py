@@ -14,7 +14,6 @@ from ringattn.kernels.attention.triton.blocks import (
     head_of,
     logits,
     matrix,
-    phases,
     rows_of,
     seen,
     span,
@@ -30,10 +29,10 @@ from ringattn.kernels.triton import LN2, LOG2E, Kept, Launch, cdiv, ready
 @triton.jit(do_not_specialize=["blocks"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, begin_ptr, end_ptr, old_out_ptr, old_lse_ptr, out_ptr, lse_ptr,
-    q_st, k_st, v_st, rows_st, old_out_st, old_lse_st, out_st, lse_st, T, S, H, blocks, unit, cap,
+    q_st, k_st, v_st, rows_st, old_out_st, old_lse_st, out_st, lse_st, T, H, blocks, unit, cap,
     R: tl.constexpr, D: tl.constexpr, V: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_V: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, CARRY: tl.constexpr, IN_PLACE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a block of QUERIES queries of one head, over the keys of their intervals.
 
@@ -60,16 +59,9 @@ def forward_kernel(
     first = block * QUERIES
     rows = first + tl.arange(0, QUERIES)
     real = rows < T
-    if CAUSAL:
-        begin = rows * 0
-        end = tl.minimum(rows + 1, S)
-        lo = 0
-        hi = tl.minimum(first + QUERIES, S)
-        head, tail, count = phases(lo, hi, 0, first + 1, KEYS)
-    else:
-        begin, end, lo, hi, head, tail, count = seen(
-            begin_ptr + b * rows_st, end_ptr + b * rows_st, first, T, QUERIES, KEYS
-        )
+    begin, end, lo, hi, head, tail, count = seen(
+        begin_ptr + b * rows_st, end_ptr + b * rows_st, first, T, QUERIES, KEYS
+    )
     if IN_PLACE:  # noqa: SIM102
         if lo >= hi:
             return
@@ -129,22 +121,13 @@ def forward_kernel(
 
 
 def attend(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    carry: Partial | None = None,
-    out_dtype: torch.dtype | None = None,
-    table: Table | None = None,
-    causal: bool = False,
-) -> Partial:
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, *, scale: float, softcap: float | None = None,
+    carry: Partial | None = None, out_dtype: torch.dtype | None = None, table: Table | None = None,
+) -> Partial:  # fmt: skip
     """softmax(scale * q k^T) v over each query's interval, merged into `carry` inside the kernel.
 
     `carry` is updated in place if `carry.out` has the dtype of the result; use the returned partial. `table` replaces
-    the built-in tile sizes. `causal` replaces the intervals by [0, t + 1), which the kernel computes: for benchmarks.
+    the built-in tile sizes.
     """
     dtype, device = out_dtype or torch.float32, q_BTHD.device
     in_place = carry is not None and carry.out.dtype == dtype
@@ -161,11 +144,11 @@ def attend(
     tensors = (q_BTHD, k_BSGD, v_BSGV, begin, end, *old, out, lse)
     key = (
         q_BTHD.shape, v_BSGV.shape, device, q_BTHD.dtype, k_BSGD.dtype, v_BSGV.dtype, dtype, q_BTHD.stride(),
-        k_BSGD.stride(), v_BSGV.stride(), rows_st, are_aligned(q_BTHD, k_BSGD, v_BSGV), scale, softcap, merges, causal,
+        k_BSGD.stride(), v_BSGV.stride(), rows_st, are_aligned(q_BTHD, k_BSGD, v_BSGV), scale, softcap, merges,
     )  # fmt: skip
     launch = LAUNCHES.get(key) if table is None else None
     if launch is None:
-        launch = launch_of(tensors, rows_st, scale, softcap, carry is not None, in_place, causal, table)
+        launch = launch_of(tensors, rows_st, scale, softcap, carry is not None, in_place, table)
         if table is None:
             LAUNCHES.keep(key, launch)
     launch(*tensors)
@@ -177,7 +160,7 @@ LAUNCHES = Kept()  # of `attend`, by all that it depends on but addresses; witho
 
 def launch_of(
     tensors: tuple[Tensor, ...], rows_st: int, scale: float, softcap: float | None, carry: bool, in_place: bool,
-    causal: bool, table: Table | None,
+    table: Table | None,
 ) -> Launch:  # fmt: skip
     """The launch of `attend` for tensors of these shapes, dtypes and strides."""
     (q, k, v), device = tensors[:3], tensors[0].device
@@ -186,8 +169,8 @@ def launch_of(
     blocks = cdiv(shape.T, config.queries)
     return ready(
         forward_kernel, (blocks * shape.B * shape.H,), device, tuple([x.dtype for x in tensors]),
-        (*strides, rows_st, *[x.stride() for x in tensors[5:]], shape.T, shape.S, shape.H, blocks,
+        (*strides, rows_st, *[x.stride() for x in tensors[5:]], shape.T, shape.H, blocks,
          *logits(scale, softcap)), config,
         **shape.constants(softcap, q.dtype, device), QUERIES=config.queries, KEYS=config.keys, CARRY=carry,
-        IN_PLACE=in_place, TMA=config.tma, CAUSAL=causal,
+        IN_PLACE=in_place, TMA=config.tma,
     )  # fmt: skip

@@ -1,19 +1,14 @@
 """Merges partials on the GPU in one kernel: many at the same time, or one into another in place.
 
-    (out, lse)        a mean weighted by exp(lse - max lse)
-    (out, max, sum)   `Streams`: a tree, in which each pair is scaled to the larger maximum and added
-
-As in `ringattn.kernels.partial`, an lse (or max) of -inf marks an empty side, whatever its out holds.
+As in `ringattn.kernels.partial`, an lse of -inf marks an empty side, whatever its out holds.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.partial import Partial, Streams
+from ringattn.kernels.partial import Partial
 from ringattn.kernels.triton import Launch, kind_of, power_of_2
 
 STACK = 128  # partials that one program can hold; `merge_stack` merges the rest of longer stacks first
@@ -21,11 +16,11 @@ STACK = 128  # partials that one program can hold; `merge_stack` merges the rest
 
 @triton.jit(do_not_specialize=["N", "B", "T", "H"])
 def merge_kernel(
-    out, top, total,  # [N, B, T, H, V], [N, B, T, H], and with STREAMS [N, B, T, H]
+    out, top,  # [N, B, T, H, V] and [N, B, T, H]
     old_out, old_lse, sinks,  # [B, T, H, V] and [B, T, H] with CARRY, [H] with SINKS
     new_out, new_lse,
     out_st, top_st, old_st, lse_st, new_st, end_st, N, B, T, H, V,
-    STREAMS: tl.constexpr, CARRY: tl.constexpr, SINKS: tl.constexpr,
+    CARRY: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """out = sum_i w_i out_i / sum_i w_i and lse = log sum_i w_i, where w_i = exp(lse_i), for BLOCK_R rows (b, t, h).
@@ -51,18 +46,12 @@ def merge_kernel(
     o_at = n * out_st[0] + (b * out_st[1] + t * out_st[2] + h * out_st[3])[None, :]
     o_at = o_at[:, :, None] + (column * out_st[4])[None, None, :]
     o = tl.load(out + o_at, mask=(here & ~empty)[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
-    if STREAMS:
-        z = tl.where(empty, 0.0, tl.load(total + at, mask=here, other=0.0).to(tl.float32))
-        z = tl.broadcast_to(z[:, :, None], (BLOCK_N, BLOCK_R, BLOCK_V))
-        m = tl.broadcast_to(m[:, :, None], (BLOCK_N, BLOCK_R, BLOCK_V))
-        o, m, z = tl.reduce((o, m, z), 0, merge_statistics)
-    else:
-        safe = tl.max(m, 0).to(tl.float32)
-        safe = tl.where(safe == float("-inf"), 0.0, safe)
-        w = tl.exp((m - safe[None, :]).to(tl.float32))
-        o = tl.sum(o * w[:, :, None], 0)
-        m = tl.broadcast_to(safe[:, None], (BLOCK_R, BLOCK_V))
-        z = tl.broadcast_to(tl.sum(w, 0)[:, None], (BLOCK_R, BLOCK_V))
+    safe = tl.max(m, 0).to(tl.float32)
+    safe = tl.where(safe == float("-inf"), 0.0, safe)
+    w = tl.exp((m - safe[None, :]).to(tl.float32))
+    o = tl.sum(o * w[:, :, None], 0)
+    m = tl.broadcast_to(safe[:, None], (BLOCK_R, BLOCK_V))
+    z = tl.broadcast_to(tl.sum(w, 0)[:, None], (BLOCK_R, BLOCK_V))
     if CARRY:
         lse = tl.load(old_lse + b * lse_st[0] + t * lse_st[1] + h * lse_st[2], mask=live, other=float("-inf"))
         seen = live & (lse != float("-inf"))
@@ -87,7 +76,7 @@ def merge_kernel(
 
 @triton.jit
 def merge_statistics(out_a, top_a, sum_a, out_b, top_b, sum_b):
-    """(out, max, sum) of both sides, scaled to the larger maximum and added. Associative, so `tl.reduce` may use it."""
+    """(out, max, sum) of both sides, scaled to the larger maximum and added."""
     top = tl.maximum(top_a, top_b)
     safe = tl.where(top == float("-inf"), 0.0, top)
     a, b = tl.exp(top_a - safe), tl.exp(top_b - safe)
@@ -100,31 +89,28 @@ def merge_into(a: Partial, b: Partial, sinks_H: Tensor | None = None) -> Partial
 
 
 def merge_stack(
-    parts: Partial | Streams, carry: Partial | None = None, sinks_H: Tensor | None = None, into: Partial | None = None,
+    parts: Partial, carry: Partial | None = None, sinks_H: Tensor | None = None, into: Partial | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Partial:  # fmt: skip
-    """Merge the partials (or streams) stacked along a first dim, `carry`, and a sink for each head.
+    """Merge the partials stacked along a first dim, `carry`, and a sink for each head.
 
     The result is written to `into` if given, with any strides and any dtype of its out; else its out has `dtype`.
     """
-    out, top = parts[:2]
-    n = out.shape[0]
+    n = parts.out.shape[0]
     while n > STACK:  # merge the rest first, so that the last launch gets at most STACK
         keep = n - STACK
-        tail = type(parts)(*(x[keep:] for x in parts))
-        carry, parts, n = merge_stack(tail, carry), type(parts)(*(x[:keep] for x in parts)), keep
+        tail = Partial(*(x[keep:] for x in parts))
+        carry, parts, n = merge_stack(tail, carry), Partial(*(x[:keep] for x in parts)), keep
     if into is None:
-        exact = torch.float64 if isinstance(parts, Streams) else top.dtype
-        lse = torch.empty(top.shape[1:], dtype=exact, device=top.device)
-        into = Partial(torch.empty(out.shape[1:], dtype=dtype, device=out.device), lse)
+        into = Partial(*(torch.empty_like(x[0], dtype=d) for x, d in zip(parts, (dtype, parts.lse.dtype), strict=True)))
     return merge_once(parts, carry, sinks_H, into)
 
 
-def merge_once(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor | None, new: Partial) -> Partial:
+def merge_once(parts: Partial, carry: Partial | None, sinks_H: Tensor | None, new: Partial) -> Partial:
     """One launch of `merge_kernel`. If `new` is the carry, a program owns whole rows, since it overwrites their lse."""
-    out, top = parts[:2]
+    out, top = parts
     n, B, T, H, V = out.shape
-    rows, streams = B * T * H, isinstance(parts, Streams)
+    rows = B * T * H
     if out.dtype == torch.float64:
         raise NotImplementedError("the fused merge computes in float32; for float64 use kernels.partial.merge")
     if rows == 0:
@@ -133,14 +119,11 @@ def merge_once(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor 
     block_n = power_of_2(n)
     block_v = columns if new is carry else min(columns, max(16, 4096 // block_n))
     block_r = max(1, min(power_of_2(rows), 2048 // (block_n * block_v)))
-    total: Any = parts.sum if isinstance(parts, Streams) else top
-    if total.stride() != top.stride():
-        raise ValueError(f"max and sum of streams need equal strides, got {top.stride()} and {total.stride()}")
     old = new if carry is None else carry
     grid = (-(-rows // block_r), -(-V // block_v), 1)
-    tensors = out, top, total, old.out, old.lse, new.lse if sinks_H is None else sinks_H, new.out, new.lse
+    tensors = out, top, old.out, old.lse, new.lse if sinks_H is None else sinks_H, new.out, new.lse
     strides = tuple([x.stride() for x in (out, top, old.out, old.lse, new.out, new.lse)])
-    constants = streams, carry is not None, sinks_H is not None, block_n, block_r, block_v
+    constants = carry is not None, sinks_H is not None, block_n, block_r, block_v
     dtypes = tuple([x.dtype for x in tensors])
     kind = dtypes, kind_of((*strides, V)), constants
     numbers = *strides, n, B, T, H, V, *constants

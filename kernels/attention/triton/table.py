@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-WIDEST = 256
+MAX_DIM = 256
 
 
 class Tile(NamedTuple):
@@ -55,24 +55,7 @@ def save(table: Table, path: str | Path) -> None:
 def load(path: str | Path) -> Table:
     """A table that `save` wrote."""
     rows = json.loads(Path(path).read_text())
-    try:
-        table = {key: Tiles(**{name: Tile(*tile) for name, tile in tiles.items()}) for key, tiles in rows.items()}
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is not a table of tiles, as `benchmarks/tune.py` writes it") from error
-    wrong = [(key, tile) for key, tiles in table.items() for tile in tiles if not is_tile(tile)]
-    if wrong:
-        key, tile = wrong[0]
-        raise ValueError(f"{path}: {key} has {tile}; expected powers of 2, at least 16 queries and keys and 1 stage")
-    return table
-
-
-def is_tile(tile: Tile) -> bool:
-    """Whether a kernel can be compiled for these sizes."""
-    numbers = [*tile[:4], 1 if tile.registers is None else tile.registers]
-    if not all(type(n) is int and n > 0 for n in numbers) or type(tile.tma) is not bool:
-        return False
-    sizes = [2**i for i in range(4, 11)]
-    return tile.queries in sizes and tile.keys in sizes and tile.warps in (1, 2, 4, 8, 16, 32)
+    return {key: Tiles(**{name: Tile(*tile) for name, tile in tiles.items()}) for key, tiles in rows.items()}
 
 
 TABLE: Table = {

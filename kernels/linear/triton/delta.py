@@ -49,75 +49,8 @@ class Configs(NamedTuple):
     channel_gradients: Config
     strong_gradients: Config
 
-    @classmethod
-    def alike(cls, chunk: int, config: Config) -> "Configs":
-        return cls(chunk, *[config] * 13)
 
-    def walks(self, config: Config) -> "Configs":
-        """With this of all walks."""
-        return self._replace(ends=config, walk=config, back_ends=config, back=config)
-
-    def joins(self, config: Config) -> "Configs":
-        """With this of both joins."""
-        return self._replace(join=config, total=config)
-
-
-FAST = Configs(
-    64, Config(128, 128, 4, 1, 168), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(256, 64, 4, 2),
-    Config(256, 128, 8, 2), Config(256, 128, 8, 2), Config(256, 128, 8, 2), Config(128, 16, 8, 1),
-    Config(128, 32, 8, 1), Config(128, 128, 4, 1, 168), Config(64, 64, 4, 2), Config(32, 64, 4, 1),
-    Config(16, 32, 4, 1),
-)  # fmt: skip
-WIDE = FAST.walks(Config(256, 32, 8, 1)).joins(Config(32, 16, 8, 1))._replace(pairs=Config(128, 128, 4, 1))
-HALF = (
-    Configs.alike(64, Config(32, 32, 4, 1))
-    .walks(Config(128, 32, 8, 1))
-    .joins(Config(32, 16, 8, 1))
-    ._replace(back=Config(128, 16, 8, 1), gradients=Config(16, 32, 4, 1), channel_gradients=Config(16, 32, 4, 1))
-    ._replace(strong_gradients=Config(16, 16, 4, 1))
-)
-SMALL = (
-    Configs.alike(32, Config(32, 32, 4, 1))
-    .walks(Config(256, 32, 8, 1))
-    .joins(Config(16, 16, 8, 1))
-    ._replace(gradients=Config(16, 32, 4, 1), channel_gradients=Config(16, 32, 4, 1))
-    ._replace(strong_gradients=Config(16, 16, 4, 1))
-)
-SLIM = SMALL.walks(Config(256, 16, 8, 1))
-SINGLE = Configs.alike(32, Config(16, 16, 4, 1)).joins(Config(16, 16, 8, 1))
-FINE = SINGLE.walks(Config(256, 16, 8, 1))._replace(
-    prepare=Config(16, 16, 8, 1), channel_prepare=Config(16, 16, 8, 1), strong_prepare=Config(16, 16, 8, 1)
-)
-
-# By architecture and bits of the dtype, as in gated.py; "/half" is for float16, whose intermediates are float32.
-# sm90/16 was measured on an H200, and sm90/32 and sm90/16/half tested there: their walks spill. The others were only
-# compiled.
-TABLE = {
-    "sm90/16": FAST,
-    "sm90/16/wide": WIDE,
-    "sm90/16/half": HALF,
-    "sm90/32": SINGLE,
-    "sm80/16": SMALL,
-    "sm80/16/wide": SLIM,
-    "sm80/16/half": FINE,
-    "sm80/32": FINE,
-    "sm100/16": SLIM,
-    "sm100/16/half": FINE,
-    "sm100/32": FINE,
-    "gfx942/16": SMALL,
-    "gfx942/16/wide": SLIM,
-    "gfx942/16/half": FINE,
-    "gfx942/32": FINE,
-    "cpu/16": Configs.alike(32, Config(64, 64, 4, 1)),
-    "cpu/32": Configs.alike(32, Config(64, 64, 4, 1)),
-}
-
-
-def entry(key: str, width: int, half: bool) -> Configs:
-    """The entry of the table for heads of this many channels; `half`: float16, where what is stored is float32."""
-    if half:
-        return TABLE.get(f"{key}/half", TABLE[key])
-    return TABLE.get(f"{key}/wide", TABLE[key]) if width > 128 else TABLE[key]
+TABLE: dict[str, Configs] = gated.entries("delta", Configs)
 
 
 class Prepared(NamedTuple):
@@ -144,22 +77,19 @@ class Saved(NamedTuple):
 
 def scan_states(x: Inputs, maps: bool = True) -> Scan:
     """The map of the state by all tokens."""
-    if not maps:
-        return Scan(None)
-    call = DeltaLaunches(x)
-    prepared = call.prepare()
-    ends = call.ends(prepared, None)
-    return Scan(call.map_of(ends, reverse=False), Saved(prepared, ends))
+    return scanned(x, None) if maps else Scan(None)
 
 
 def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
     """The map from the gradient for the state behind the last token to that for the state before the first one."""
-    if not maps:
-        return Scan(None)
+    return scanned(x, dout) if maps else Scan(None)
+
+
+def scanned(x: Inputs, dout: Tensor | None) -> Scan:
     call = DeltaLaunches(x)
-    prepared = call.prepare(gradients=True)
+    prepared = call.prepare(gradients=dout is not None)
     ends = call.ends(prepared, dout)
-    return Scan(call.map_of(ends, reverse=True), Saved(prepared, ends))
+    return Scan(call.map_of(ends, reverse=dout is not None), Saved(prepared, ends))
 
 
 def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -196,13 +126,15 @@ class DeltaLaunches(gated.Launches):
         super().__init__(x.k, x.v, x.g, x.begin)
         assert x.beta is not None
         self.x, self.beta = x, x.beta.contiguous()
-        self.delta = entry(f"{self.arch}/{8 * x.k.element_size()}", max(self.K, self.V), self.dtype == torch.float16)
+        key, half = f"{self.arch}/{8 * x.k.element_size()}", self.dtype == torch.float16
+        self.delta: Configs = gated.entry(TABLE, key, max(self.K, self.V), half)
         assert self.delta.chunk == self.configs.chunk
-        if self.dtype == torch.float16:  # what is stored is float32: products of 10 bits would be all that errs
+        self.low_precision = self.inner == torch.bfloat16  # whether what is stored between kernels is bfloat16
+        if half:  # what is stored is float32: products of 10 bits would be all that errs
             self.precision = self.careful
-        self.channels = {"BLOCK_K": self.held(self.K)}
+        self.channels = {"BLOCK_K": self.whole(self.K)}
         self.shape = {"K": self.K, "V": self.V, "CHUNK": self.configs.chunk, "GATE": self.gate.value}
-        self.numbers = {"PRECISION": self.precision, "DTYPE": tl.bfloat16 if self.narrow else tl.float32}
+        self.numbers = {"PRECISION": self.precision, "DTYPE": tl.bfloat16 if self.low_precision else tl.float32}
         self.group = self.H // x.k.shape[2]
         columns = self.tiles(self.delta.walk)[1]
         most = min(PROGRAMS // (self.B * self.H * columns), cdiv(self.N, SHORTEST))
@@ -210,33 +142,21 @@ class DeltaLaunches(gated.Launches):
         self.S = cdiv(self.N, self.length)
 
     @property
-    def narrow(self) -> bool:
-        """Whether what is stored between kernels is bfloat16."""
-        return self.inner == torch.bfloat16
-
-    @property
     def careful(self) -> str:
         """The precision of small products of float32."""
         return "ieee" if self.precision == "ieee" else "tf32x3"
 
-    def held(self, size: int) -> int:
+    def whole(self, size: int) -> int:
         """The smallest tile that holds all channels. Narrower ones of bfloat16, compiled by Triton 3.6, gave wrong
         results and read where they may not.
         """
-        return max(64 if self.narrow and self.arch != "cpu" else 16, power_of_2(size))
-
-    def tile(self, config: Config) -> tuple[int, int]:
-        """(keys, values) of a tile: those of the config, or the smallest that hold all channels."""
-        return min(config.keys, self.held(self.K)), min(config.values, self.held(self.V))
-
-    def of_gate(self, config: Config, channel: Config, strong: Config) -> list[tuple[bool, Config]]:
-        """(strong, config) of a kernel's launches; with gates per channel two: the first one finds strong chunks."""
-        return [(False, channel), (True, strong)] if self.gate == CHANNEL else [(False, config)]
+        return max(64 if self.low_precision and self.arch != "cpu" else 16, power_of_2(size))
 
     def prepare(self, gradients: bool = False) -> Prepared:
         """Launches `prepare_kernel`."""
         B, T, H, K, V, N, C, x = self.B, self.T, self.H, self.K, self.V, self.N, self.configs.chunk, self.x
         configs, channel = self.delta, self.gate == CHANNEL
+        gentle = configs.channel_prepare if channel else configs.prepare
         prepared = Prepared(
             a=self.empty(B, N, H, C, C, dtype=self.inner),
             x=self.empty(B, N if gradients else 0, H, C, C, dtype=self.inner),
@@ -249,12 +169,12 @@ class DeltaLaunches(gated.Launches):
             bound=self.empty(B, N, H),
             strongest=self.empty(B, N, H),
         )  # fmt: skip
-        for strong, config in self.of_gate(configs.prepare, configs.channel_prepare, configs.strong_prepare):
+        for strong, config in self.both(gentle, configs.strong_prepare):
             self.launch(
                 prepare_kernel, self.chunks, config, (x.q, x.k, x.v),
                 (self.beta, prepared.strongest, *prepared[:-1]), x.scale,
-                GROUP=self.group, PART=PART, STRONG=strong, CAREFUL=self.precision if self.narrow else self.careful,
-                INVERSE=gradients,
+                GROUP=self.group, PART=PART, STRONG=strong, INVERSE=gradients,
+                CAREFUL=self.precision if self.low_precision else self.careful,
             )  # fmt: skip
         return prepared
 
@@ -294,13 +214,13 @@ class DeltaLaunches(gated.Launches):
 
     def join(self, ends: Tensor, first: Tensor | None, joined: Tensor, reverse: bool, whole: bool) -> Tensor:
         """Launches `join_kernel`."""
-        config, held = self.delta.total if whole else self.delta.join, self.channels["BLOCK_K"]
+        config, rows = self.delta.total if whole else self.delta.join, self.channels["BLOCK_K"]
         block_v = self.tile(config)[1]
         tiles = cdiv(self.V, block_v) + (cdiv(self.K, block_v) if whole else 0)
         launch(
             join_kernel, (self.B * self.H, tiles), (ends, ends if first is None else first.contiguous(), joined),
             (self.S, self.H), config,
-            K=self.K, V=self.V, **self.channels, BLOCK_V=block_v, ROWS=min(config.keys, held), FIRST=first is not None,
+            K=self.K, V=self.V, **self.channels, BLOCK_V=block_v, ROWS=min(config.keys, rows), FIRST=first is not None,
             MAP=whole, REVERSE=reverse, PRECISION=self.careful,
         )  # fmt: skip
         return joined
@@ -309,11 +229,6 @@ class DeltaLaunches(gated.Launches):
         """The map of all segments."""
         whole = self.join(ends, None, self.empty(self.B, self.H, self.K, self.V + self.K), reverse, whole=True)
         return Map(whole[..., : self.K], whole[..., self.K :])
-
-    def empty_states(self) -> Tensor:
-        """Memory for the states before all chunks."""
-        sizes, dtype = self.states_shape()
-        return self.empty(*sizes, dtype=dtype)
 
     def walk_from(
         self, saved: Saved, dout: Tensor | None, first: Tensor | None, states: Tensor | None, out: Tensor | None = None
@@ -345,9 +260,8 @@ class DeltaLaunches(gated.Launches):
         x, g, configs, rows = self.x, self.g, self.delta, (self.B, self.T, self.H)
         channel, C = self.gate == CHANNEL, self.configs.chunk
         every = self.exact and channel  # float32: all chunks as strong ones
-        launches = self.of_gate(configs.gradients, configs.channel_gradients, configs.strong_gradients)[
-            1 if every else 0 :
-        ]
+        gentle = configs.channel_gradients if channel else configs.gradients
+        launches = self.both(gentle, configs.strong_gradients)[1 if every else 0 :]
         parts = max(self.tiles(config)[0] for _, config in launches)
         dq, dk = (self.empty(*rows, self.K, dtype=self.dtype) for _ in range(2))
         da, dr = (

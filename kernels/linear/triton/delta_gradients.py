@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from ringattn.kernels.linear.triton.delta_products import decays, passes_over
-from ringattn.kernels.linear.triton.gated_products import decay_between, earlier, pairs_within, related
 from ringattn.kernels.linear.triton.gated_states import (
     CHANNEL,
     HEAD,
@@ -24,6 +23,7 @@ from ringattn.kernels.linear.triton.gated_states import (
     seen_from_start,
     store,
 )
+from ringattn.kernels.linear.triton.pairs import decay_between, earlier, pairs_within, related
 
 
 @triton.jit(do_not_specialize=["T", "N"])

@@ -20,14 +20,6 @@ are (scale q 2^b) and (beta k 2^e) stored.
 import triton
 import triton.language as tl
 
-from ringattn.kernels.linear.triton.gated_products import (
-    GENTLE,
-    decay_between,
-    earlier,
-    from_middle,
-    related,
-    scores,
-)
 from ringattn.kernels.linear.triton.gated_states import (
     CHANNEL,
     HEAD,
@@ -40,6 +32,14 @@ from ringattn.kernels.linear.triton.gated_states import (
     seen_from_start,
     store,
     sums,
+)
+from ringattn.kernels.linear.triton.pairs import (
+    GENTLE,
+    decay_between,
+    earlier,
+    from_middle,
+    related,
+    scores,
 )
 
 

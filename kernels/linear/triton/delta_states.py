@@ -30,7 +30,7 @@ import triton.language as tl
 from ringattn.kernels.linear.triton.gated_states import CHANNEL, load, product, program_at, store
 
 VANISHED = tl.constexpr(-160.0)  # in base 2: numbers below 2^-149 are 0 in float32
-SOME = tl.constexpr(64)  # bounds that are loaded at once
+BOUNDS_AT_ONCE = tl.constexpr(64)  # bounds that are loaded at once
 
 
 @triton.jit
@@ -39,26 +39,6 @@ def column_of_tile(tile, V: tl.constexpr, BLOCK_V: tl.constexpr):
     TILES_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     unit = tile >= TILES_V
     return unit, tl.where(unit, tile - TILES_V, tile) * BLOCK_V
-
-
-@triton.jit
-def columns(ptr, column, stop, width, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Addresses of columns of a state [K, width] as [BLOCK_V, BLOCK_K], and which of them are inside."""
-    rows = tl.arange(0, BLOCK_K)[None, :]
-    cols = column + tl.arange(0, BLOCK_V)[:, None]
-    return ptr + rows * width + cols, (rows < K) & (cols < stop)
-
-
-@triton.jit
-def load_columns(ptr, column, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    at, inside = columns(ptr, column, V, V, K, BLOCK_K, BLOCK_V)
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_columns(ptr, x, column, stop, width, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    at, inside = columns(ptr, column, stop, width, K, BLOCK_K, BLOCK_V)
-    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "N", "length", "S"])
@@ -102,7 +82,7 @@ def walk_kernel(
     channels = tl.arange(0, BLOCK_K)
     tokens = tl.arange(0, CHUNK)
     if STORE:
-        state = load_columns(before_ptr + segment * (K * V), column, K, V, BLOCK_K, BLOCK_V)
+        state = load(before_ptr + segment * (K * V), column, V, 0, 1, V, BLOCK_V, K, BLOCK_K).to(tl.float32)
     else:
         own = (column + tl.arange(0, BLOCK_V))[:, None] == channels[None, :]
         state = tl.where(unit & own, 1.0, 0.0)
@@ -110,8 +90,8 @@ def walk_kernel(
     hi = tl.minimum(lo + length, N)
     if not STORE:
         bound = 0.0
-        for n in tl.range(lo, tl.where(unit, hi, lo), SOME):
-            chunks = n + tl.arange(0, SOME)
+        for n in tl.range(lo, tl.where(unit, hi, lo), BOUNDS_AT_ONCE):
+            chunks = n + tl.arange(0, BOUNDS_AT_ONCE)
             bound += tl.sum(tl.load(bound_ptr + (b * N + chunks) * H + h, mask=chunks < hi, other=0.0), 0)
         hi = tl.where(bound < VANISHED, lo, hi)
         state = tl.where(bound < VANISHED, 0.0, state)
@@ -153,10 +133,10 @@ def walk_kernel(
             store(out_ptr + (b * T * H + h) * V, tl.trans(out), first, T, column, H * V, 1, CHUNK, V, BLOCK_V)
     if STORE:
         if s == (0 if REVERSE else S - 1):
-            store_columns(ends_ptr + (b * H + h) * (K * V), state, column, V, V, K, BLOCK_K, BLOCK_V)
+            store(ends_ptr + (b * H + h) * (K * V), state, column, V, 0, 1, V, BLOCK_V, K, BLOCK_K)
     else:
         ends_ptr += segment * (K * (V + K)) + tl.where(unit, V, 0)
-        store_columns(ends_ptr, state, column, tl.where(unit, K, V), V + K, K, BLOCK_K, BLOCK_V)
+        store(ends_ptr, state, column, tl.where(unit, K, V), 0, 1, V + K, BLOCK_V, K, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=["S"])

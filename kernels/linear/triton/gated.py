@@ -5,6 +5,8 @@ The states before all chunks exist only while `read_out` or `gradients` runs, un
 pass. The scores within chunks are never kept.
 """
 
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -56,40 +58,29 @@ class Configs(NamedTuple):
     strong: Config
     strong_scores: Config
 
-    @classmethod
-    def alike(cls, chunk: int, config: Config) -> "Configs":
-        return cls(chunk, *[config] * 6)
+
+def entries(rule: str, kind: Any) -> dict[str, Any]:
+    """The entries of `tiles.json`, by architecture and bits of the dtype; kernels that are not named have "others".
+
+    "/wide" is for heads of more than 128 channels, "/half" for float16, whose intermediates the delta rule stores in
+    float32. sm90/16 was measured on an H200: there strong gradients and wide heads are faster with a few spills than
+    with smaller tiles and none. sm90/32 and sm90/16/half were tested there, and the others only compiled.
+    """
+    rows = json.loads(Path(__file__).with_name("tiles.json").read_text())[rule]
+
+    def sizes(row: dict[str, Any]) -> list[Config]:
+        return [Config(*row.get(name, row["others"])) for name in kind._fields[1:]]
+
+    return {key: kind(row["chunk"], *sizes(row)) for key, row in rows.items()}
 
 
-FAST = Configs(
-    64, Config(64, 128, 4, 2), Config(64, 64, 4, 1), Config(32, 128, 4, 2), Config(32, 64, 4, 1), Config(32, 64, 4, 1),
-    Config(64, 64, 4, 1),
-)  # fmt: skip
+TABLE: dict[str, Configs] = entries("gated", Configs)
 JOIN = Config(16, 64, 2, 3)
-SMALL = Configs.alike(32, Config(32, 32, 4, 1))
-SINGLE = SMALL._replace(gradients=Config(16, 32, 4, 1), strong=Config(16, 16, 4, 1), strong_scores=Config(16, 16, 4, 1))
-
-# By architecture and bits of the dtype, as in table.py; "/wide" is for heads of more than 128 channels. sm90/16 was
-# measured on an H200: there strong gradients and wide heads are faster with a few spills than with smaller tiles and
-# none. The others were only compiled, without spills.
-TABLE = {
-    "sm90/16": FAST,
-    "sm90/16/wide": FAST._replace(gradients=Config(64, 64, 4, 1)),
-    "sm90/32": SINGLE._replace(gradients=Config(16, 16, 4, 1)),
-    "sm80/16": SMALL._replace(states=Config(64, 64, 4, 1), strong=Config(16, 32, 4, 1)),
-    "sm80/32": SINGLE,
-    "sm100/16": SINGLE._replace(states=Config(16, 32, 4, 1)),
-    "sm100/32": SINGLE._replace(states=Config(32, 16, 4, 1), apply=Config(16, 32, 4, 1)),
-    "gfx942/16": SMALL,
-    "gfx942/32": SINGLE,
-    "cpu/16": Configs.alike(32, Config(64, 64, 4, 1)),
-    "cpu/32": Configs.alike(32, Config(64, 64, 4, 1)),
-}
 
 
-def entry(key: str, width: int) -> Configs:
-    """The entry of the table for heads of this many channels."""
-    return TABLE.get(f"{key}/wide", TABLE[key]) if width > 128 else TABLE[key]
+def entry(table: dict[str, Any], key: str, width: int, half: bool = False) -> Any:
+    """The entry for heads of this many channels; `half`: float16 by the delta rule."""
+    return table.get(key + ("/half" if half else "/wide" if width > 128 else ""), table[key])
 
 
 class Segments(NamedTuple):
@@ -159,7 +150,7 @@ class Launches:
         self.device, self.dtype, self.g = k.device, k.dtype, g
         self.gate = NONE if g is None else CHANNEL if g.dim() == 4 else HEAD
         self.arch = arch = architecture(k.device)
-        self.configs = entry(f"{arch}/{8 * k.element_size()}", max(self.K, self.V))
+        self.configs: Configs = entry(TABLE, f"{arch}/{8 * k.element_size()}", max(self.K, self.V))
         self.N = cdiv(self.T, self.configs.chunk)
         self.chunks = self.B * self.N * self.H
         self.begin = None if begin is None else begin.to(torch.int32).contiguous()
@@ -168,10 +159,13 @@ class Launches:
         self.exact = self.dtype == torch.float32
         self.precision = "ieee" if arch in ("cpu", "gfx942") else "tf32x3" if self.exact else "tf32"
 
+    def whole(self, size: int) -> int:
+        """The smallest tile that holds all channels."""
+        return max(16, power_of_2(size))
+
     def tile(self, config: Config) -> tuple[int, int]:
-        """(keys, values) of a tile: the config's, or the least powers of two, at least 16, that hold all channels."""
-        held_k, held_v = (max(16, power_of_2(x)) for x in (self.K, self.V))
-        return min(config.keys, held_k), min(config.values, held_v)
+        """(keys, values) of a tile: those of the config, or the smallest that hold all channels."""
+        return min(config.keys, self.whole(self.K)), min(config.values, self.whole(self.V))
 
     def tiles(self, config: Config) -> tuple[int, int]:
         """How many tiles hold the key channels and the value channels."""
@@ -219,13 +213,17 @@ class Launches:
         """The shape and dtype of the result of `states`."""
         return (self.B, self.N, self.H, self.K, self.V), self.inner
 
+    def empty_states(self) -> Tensor:
+        """Memory for the states before all chunks."""
+        sizes, dtype = self.states_shape()
+        return self.empty(*sizes, dtype=dtype)
+
     def states(
         self, x: Tensor, y: Tensor, saved: Segments, first: Tensor | None, scale: float, reverse: bool,
         kept: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The third pass: the state before (in reverse: behind) each chunk, [B, N, H, K, V], starting from `first`."""
-        sizes, dtype = self.states_shape()
-        states = self.empty(*sizes, dtype=dtype) if kept is None else kept
+        states = self.empty_states() if kept is None else kept
         begins = x if first is None else first.float().contiguous()
         others = (begins, saved.before, saved.passed, states, saved.before, saved.passed, saved.strongest)
         self.walk(x, y, others, saved.before.shape[1], scale, reverse, STORE=True, FIRST=first is not None)

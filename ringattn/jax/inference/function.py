@@ -21,7 +21,7 @@ from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
 from ringattn.jax.sharding import reordered
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
+from ringattn.kernels.partial import Partial, add_sinks, empty, merge_stack, packed, unpacked
 from ringattn.masks.bands import intervals
 from ringattn.masks.numeric import of_choice
 from ringattn.masks.spec import AttentionSpec, raise_if, whole
@@ -110,8 +110,8 @@ class Decode:
         cache, _ = keep(cache, k, v)
         queries = Queries(q, cache, self.spec, before, n, jnp.arange(n))
         partial = queries.attend((cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
-        every = cache.line.all_gather(packed(partial, form_of(q))[None]).wait()
-        return cache, finished(merge_stack(unpacked(every, form_of(q))), sinks, q)
+        every = cache.line.all_gather(packed(partial)[None]).wait()
+        return cache, finished(merge_stack(unpacked(every, v.shape[-1])), sinks, q)
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,10 @@ class Prefill:
     def scattered(self, whole: Partial, line: Any) -> Partial:
         """Partials of the whole chunk on every device -> this device's tokens, merged over all devices in order."""
         pad = self.plan.tokens.padded_length - self.plan.seq_len
-        rows = jnp.pad(packed(whole, "lse"), ((0, 0), (0, pad), (0, 0), (0, 0)))
+        rows = jnp.pad(packed(whole), ((0, 0), (0, pad), (0, 0), (0, 0)))
         rows = reordered(rows, self.plan.tokens, 1)
-        return merge_stack(unpacked(line.all_to_all(rows[None], split=2, join=0).wait(), "lse"))
+        every = line.all_to_all(rows[None], split=2, join=0).wait()
+        return merge_stack(unpacked(every, whole.out.shape[-1]))
 
 
 class Queries(NamedTuple):

@@ -194,8 +194,8 @@ def kernel_of(kernel: str, plan: Plan, q: Array, v: Array) -> str:
         problem = f"it takes float32 and bfloat16, not {q.dtype}"
     elif not all(isinstance(n, int) for n in q.shape):
         problem = f"the shape {q.shape} has symbols"
-    elif max(q.shape[-1], v.shape[-1]) > pallas.WIDEST:
-        problem = f"heads of {q.shape[-1]} and {v.shape[-1]} are wider than {pallas.WIDEST}"
+    elif max(q.shape[-1], v.shape[-1]) > pallas.MAX_DIM:
+        problem = f"heads of {q.shape[-1]} and {v.shape[-1]} are wider than {pallas.MAX_DIM}"
     if kernel == "pallas" and problem:
         raise NotImplementedError(f"kernel='pallas': {problem}; leave kernel out, or use kernel='chunkwise'")
     if kernel == "auto":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn.check.arguments import of_arguments, of_arrays
-from ringattn.kernels import BY_NAME
+from ringattn.kernels import BY_NAME, lacking
 from ringattn.kernels.intervals import Intervals
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import Shape
@@ -79,7 +79,7 @@ def deterministic(plan: Plan) -> bool:
 
 def has_of(q: Tensor, keep: bool) -> str | None:
     """What decides whether this rank keeps keys that arrive, which all ranks must do alike."""
-    return f"{keep} {arch_of(q.device)} {BY_NAME['fa4'].lacks()}" if q.is_cuda else None
+    return f"{keep} {arch_of(q.device)} {lacking(BY_NAME['fa4'])}" if q.is_cuda else None
 
 
 def recipe_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, keep: bool) -> Recipe:

@@ -21,7 +21,7 @@ from ringattn.check.cache import drafts, of_filled, of_parents, of_window
 from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial, empty, form_of
+from ringattn.kernels.partial import Partial, empty
 from ringattn.masks.numeric import of_choice
 from ringattn.masks.spec import AttentionSpec, raise_if, whole
 from ringattn.plans.plan import Plan
@@ -87,7 +87,7 @@ class CacheCall:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec):
         self.plan, self.spec = plan, spec
         self.impl = cache.plan.kernel
-        self.form = form_of(q)  # in which partials travel
+        self.value_dim = v.shape[-1]
         self.rows = q.shape[0] * q.shape[2]  # for each query
         self.problem = kernels.Problem(
             device=q.device.type, dtype=str(q.dtype).removeprefix("torch."), head_dim=q.shape[-1],

@@ -20,7 +20,7 @@ from ringattn.check.cache import drafts
 from ringattn.comms.axis import Axis, Done, Pending, Slices
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial, Streams, add_sinks, empty, merge_stack, packed, partial_of, unpacked
+from ringattn.kernels.partial import Partial, add_sinks, empty, merge_stack, packed, unpacked
 from ringattn.layouts.layout import Layout
 from ringattn.masks.spec import AttentionSpec
 from ringattn.plans.plan import Plan
@@ -86,7 +86,7 @@ def decode(
     with cache.unless_it_fails():
         cache.keep(k, v, n)
         partial = call.attend(q, cache, Chunk(spec, n, before, cache.holders(), parents=drafts(parents)))
-        return merged_everywhere(packed(partial, call.form), call, sinks, q.dtype)
+        return merged_everywhere(packed(partial), call, sinks, q.dtype)
 
 
 def decode_quickly(
@@ -104,13 +104,13 @@ def decode_quickly(
     partials = decode.decode_splits(q, cache.k, cache.v, where, call.scale, spec.softcap, splits)
     if cache.ranks == 1:
         out = merge.merge_stack(partials, None, sinks, dtype=q.dtype).out
-    elif call.form == "lse":
+    elif partials.lse.dtype == torch.float32:
         rows = torch.empty(*q.shape[:3], v.shape[-1] + 1, dtype=torch.float32, device=q.device)
-        merge.merge_stack(partials, into=unpacked(rows, call.form))
+        merge.merge_stack(partials, into=unpacked(rows, call.value_dim))
         out = merged_everywhere(rows, call, sinks, q.dtype)
     else:
         partial: Partial = merge.merge_stack(partials)
-        out = merged_everywhere(packed(partial, call.form), call, sinks, q.dtype)
+        out = merged_everywhere(packed(partial), call, sinks, q.dtype)
     cache.grow(n, capturing)
     return out
 
@@ -119,26 +119,26 @@ def merged_everywhere(rows: Tensor, call: Decode, sinks: Tensor | None, dtype: t
     """The merge of all ranks' packed partials and of the sinks, the same bits on every rank."""
     partial = None
     for axis, at_once in call.exchange:
-        rows = rows if partial is None else packed(partial, call.form)
+        rows = rows if partial is None else packed(partial)
         if at_once:
             last = axis is call.exchange[-1][0] and sinks is None
             every = axis.all_gather(rows[None], 0).wait()
-            partial = merged(unpacked(every, call.form), dtype if last else torch.float32)
+            partial = merged(unpacked(every, call.value_dim), dtype if last else torch.float32)
         else:
-            partial = shared(rows, axis, call.form)
+            partial = shared(rows, axis, call.value_dim)
     if partial is None:  # one rank
-        partial = partial_of(rows, call.form)
+        partial = unpacked(rows, call.value_dim)
     partial = partial if sinks is None else add_sinks(partial, sinks.detach())
     return partial.out.to(dtype).contiguous()
 
 
-def shared(rows: Tensor, axis: Any, form: str) -> Partial:
+def shared(rows: Tensor, axis: Any, value_dim: int) -> Partial:
     """Each rank merges its share of the rows, and sends it to all."""
     flat = rows.flatten(0, -2)[:, None, None]
     pad = -len(flat) % axis.size
     stack = axis.all_to_all(F.pad(flat, [0] * 6 + [0, pad]), 0, 0).wait().unflatten(0, (axis.size, -1))
-    everyone = axis.all_gather(packed(merged(unpacked(stack, form)), form), 0).wait()[: len(flat)]
-    return partial_of(everyone.reshape(rows.shape), form)
+    everyone = axis.all_gather(packed(merged(unpacked(stack, value_dim))), 0).wait()[: len(flat)]
+    return unpacked(everyone.reshape(rows.shape), value_dim)
 
 
 def everyone(x: Tensor, plan: Plan) -> Pending:
@@ -200,9 +200,9 @@ class Guests:
             del partial
         if self.within.size == 1:
             return merged(partials, dtype)
-        share = packed(merged(partials), call.form).movedim(1, 0)  # [T, B, H, V + 1 or 2]
+        share = packed(merged(partials)).movedim(1, 0)  # [T, B, H, V + 1 or 2]
         stack = self.within.all_to_all(share, 0, 0).wait().unflatten(0, (self.within.size, -1))
-        return merged(unpacked(stack.movedim(1, 2), call.form), dtype)
+        return merged(unpacked(stack.movedim(1, 2), call.value_dim), dtype)
 
 
 def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, chunk: Chunk) -> Partial:
@@ -246,7 +246,7 @@ def in_blocks(x: Tensor, block: int, inner: Axis) -> Tensor:
     return x[:, :, None] if inner.size == 1 else inner.all_gather(x[:, :, None], 2).wait()
 
 
-def merged(stack: Partial | Streams, dtype: torch.dtype = torch.float32) -> Partial:
+def merged(stack: Partial, dtype: torch.dtype = torch.float32) -> Partial:
     """Stacked partials [ranks, ...] merged in rank order: on GPUs in one kernel, whose out has `dtype`."""
     if stack.out.is_cuda and stack.out.dtype == torch.float32:
         from ringattn.kernels.attention.triton import merge
