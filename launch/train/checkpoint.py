@@ -259,7 +259,7 @@ def regular(file: Path) -> Path:
 
 def checksum(file: Path) -> str:
     """CRC-32, which finds damage at several GB a second."""
-    return f"{zlib.crc32(np.memmap(file, mode='r')):08x}"
+    return f"{zlib.crc32(np.memmap(file, mode='r').data):08x}"
 
 
 def digest(state: dict[str, Any]) -> str:

@@ -105,8 +105,8 @@ def attempts(task: dict[str, Any]) -> processes.RankError | None:
 
 def one_rank(task: dict[str, Any]) -> None:
     """One worker's whole run. A problem that only the user can fix goes to the driver, and no attempt follows."""
-    config, rank0 = task["config"], dist.get_rank() == 0
-    store = dist.TCPStore(*task["store"], timeout=timedelta(seconds=config.cluster.timeout), wait_for_workers=False)
+    config, (host, port), rank0 = task["config"], task["store"], dist.get_rank() == 0
+    store = dist.TCPStore(host, port, timeout=timedelta(seconds=config.cluster.timeout), wait_for_workers=False)
     if store.check(["problem"]):
         return
     try:
