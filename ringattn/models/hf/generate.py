@@ -51,7 +51,7 @@ class RanksCache:
     ) -> Tensor:  # fmt: skip
         """Append to the layer's cache and attend to it; without a plan every rank has all of the tokens."""
         if layer not in self.layers:
-            sizes = {"kv_heads": k.shape[2], "head_dim": k.shape[3], "value_dim": v.shape[3], "dtype": k.dtype}
+            sizes: Any = {"kv_heads": k.shape[2], "head_dim": k.shape[3], "value_dim": v.shape[3], "dtype": k.dtype}
             self.layers[layer] = KVCache.allocate(self.plan, batch=len(k), max_len=self.max_len, **sizes)
         cache = self.layers[layer]
         if docs is not None:  # with images that see both ways: the cache is filled, and the prompt sees itself

@@ -45,8 +45,8 @@ class Documents:
 
     def __init__(self, plan: Plan, docs: Docs, batch: int, device: torch.device):
         P, width, (ring_rank, ulysses_rank) = segments(plan), docs.starts.shape[1] - 1, plan.place
-        mine = pieces(plan)[ring_rank * plan.ulysses + ulysses_rank]
-        mine = [*mine, *[range(0)] * (P - len(mine))]
+        ranges = pieces(plan)[ring_rank * plan.ulysses + ulysses_rank]
+        mine = [*ranges, *[range(0)] * (P - len(ranges))]
         self.device, self.segments, self.count = device, batch * P, batch * width
         self.tokens, self.alone = (batch, plan.local_len), plan.ring * plan.ulysses == 1
         starts = np.repeat(np.broadcast_to(docs.starts, (batch, width + 1)), P, 0)  # [B * P, documents and one more]

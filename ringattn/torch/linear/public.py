@@ -87,7 +87,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     kept = None
     if keep and not each and not uneven(live):
         of_rows: Any = (None if t is None else rows(t, P) for t in x[:5])
-        kept = kept_states(selected(x, kernel), Inputs(*of_rows, None, scale))
+        kept = kept_states(selected(x, kernel), Inputs(*of_rows, None, scale))  # type: ignore[call-arg]
     start = (B * P, H, K, V) if keep and kept is None and live.ring * live.ulysses > 1 else (0,)
     sizes = ((B, T, H, V), x.q.dtype), (end, dtype), (start, dtype), kept or ((0,), dtype)
     return tuple([x.q.new_empty(size, dtype=kind) for size, kind in sizes])

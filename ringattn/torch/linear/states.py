@@ -87,7 +87,7 @@ class Transfer(Awaited):
 
     def states(self) -> State:
         """[B * P, H, K, V]"""
-        every = self.through_all() if self.passage.way.name == "gather" else self.around()
+        every: dict[Place, Any] = self.through_all() if self.passage.way.name == "gather" else self.around()
         first, *others = self.passage.mine
         if others:
             N, H, K, V = self.local.kv.shape
