@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.conf.keys import allow, nearest, option
-
-LAYOUTS = "auto", "contiguous", "striped", "zigzag", "balanced"
+from ringattn.layouts.layout import MAKERS
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Strategy:
     ring: int | None = option(None, "ranks along the ring; by default all remaining ranks")
     ulysses: int | None = option(1, "ranks that exchange tokens for heads; null: all remaining ranks, and a ring of 1")
     keys: str = option("auto", "how keys meet queries", among=("auto", "ring", "gather", "ulysses"))
-    layout: str = option("auto", "which tokens a rank holds", among=LAYOUTS)
+    layout: str = option("auto", "which tokens a rank holds", among=("auto", *MAKERS))
     kernel: str = option("auto", "auto, or the name of an attention kernel")
     recompute: str = option(
         "none",

@@ -102,7 +102,7 @@ def picked(asked: Asked, target: "Target") -> Plan:
     problem = None if asked.shape is None else asked.problem(best, asked.shape)
     notes += kernel_report(best, problem)  # refuses a kernel that there is not
     # without the target, whose mesh has the process groups: a plan may outlive them
-    return best.replace(report=Report(partial(report_of, best, options, asked, notes)))
+    return best.replace(report=partial(report_of, best, options, asked, notes))
 
 
 class Target(NamedTuple):
@@ -181,9 +181,7 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
     return Target(device, [(ring, ulysses)], lambda *sizes: bound, framework, gpus, chip=chip)
 
 
-def report_of(
-    best: Plan, options: Sequence[Option], asked: Asked, notes: Sequence[str]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
+def report_of(best: Plan, options: Sequence[Option], asked: Asked, notes: Sequence[str]) -> Report:
     """What `explain` shows of this choice: lines, and plain values."""
     machine, gpus = asked.machine, asked.gpus or asked.machine.gpus
     lines = [*ways_report(best, asked.shape), *notes]

@@ -119,7 +119,7 @@ def prefill_way(
     pieces, steps = -(-keys // keys_at_once(local)), -(-hops // queries_at_once(rows))
 
     def flight(nbytes: float, transfers: int) -> float:
-        return float(link.transfer(nbytes, ranks) + transfers * link.latency)
+        return float(link.seconds(nbytes, transfers, ranks))
 
     first = query_bytes / max(1, steps)
     of_queries = flight(first, min(1, hops)) + max(0.0, flight(both_bytes - first, 2 * steps - 1) - hidden)
@@ -145,8 +145,8 @@ def exchange_way(nbytes: int, ranks: int, link: Link) -> str:
 
     Either way every row is merged in rank order, so all ranks have the same bits.
     """
-    gather = link.latency + link.transfer((ranks - 1) * nbytes, ranks)
-    scatter = 2 * link.latency + link.transfer(2 * (ranks - 1) * nbytes / ranks, ranks)
+    gather = link.seconds((ranks - 1) * nbytes, 1, ranks)
+    scatter = link.seconds(2 * (ranks - 1) * nbytes / ranks, 2, ranks)
     return "gather" if gather <= scatter else "scatter"
 
 
@@ -158,4 +158,4 @@ def exchange_over(nbytes: int, ranks: int, machine: Machine) -> str:
     """
     bandwidth, sooner = machine.group
     sent = (ranks - 1) * nbytes
-    return "symmetric" if bandwidth and sent / bandwidth > sooner + sent / machine.inside.bandwidth else "group"
+    return "symmetric" if bandwidth and sent / bandwidth > sooner + machine.inside.seconds(sent) else "group"

@@ -62,7 +62,7 @@ MUTANTS = (
            "((own - 1 - begin).clip(min(left, most), None)", BOUNDS),
     Mutant("stripe_rounds_down", "ringattn/layouts/layout.py", "(position - r.start + r.step - 1) // r.step",
            "(position - r.start) // r.step", LAYOUTS),
-    Mutant("zigzag_unequal_halves", "ringattn/layouts/layout.py", "lcm(BLOCKS.get(self.name, 1), self.ulysses)",
+    Mutant("zigzag_unequal_halves", "ringattn/layouts/layout.py", "lcm(self.maker.blocks, self.ulysses)",
            "self.ulysses", LAYOUTS),
     Mutant("zigzag_second_half", "ringattn/layouts/layout.py", "(rank, 2 * ranks - 1 - rank)",
            "(rank, 2 * ranks - 2 - rank)", LAYOUTS),
@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant("gradients_of_tokens_not_back", "ringattn/torch/sharding.py", "leaving.index_select(0, self.unsort)",
            "leaving.index_select(0, self.sort)", ("test_roll.py",)),
     # what a plan costs
-    Mutant("gather_costs_nothing", "ringattn/plans/cost.py", '(ring - 1) * keys * (strategy == "gather")',
-           '0 * keys * (strategy == "gather")', BYTES),
+    Mutant("gather_costs_nothing", "ringattn/plans/plan.py", '(self.ring - 1) * keys * (self.strategy',
+           '0 * keys * (self.strategy', BYTES),
     Mutant("rising_pairs", "ringattn/plans/cost.py", "later = count * (count - 1) // 2", "later = 0 * count",
            WORK + NEEDED),
     # JAX

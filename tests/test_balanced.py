@@ -58,7 +58,8 @@ def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
         lengths = mix(ranks * shard, kind, np.random.default_rng(seed))
         starts = np.append(0, np.cumsum(lengths))
         bands = joined(families(AttentionSpec(), ranks * shard, docs=Docs.from_lengths(lengths))[0])
-        results = deal(starts, ranks * shard, ranks, Work.of(bands))
+        dealt = deal(starts, ranks * shard, ranks, Work.of(bands))
+        results = [[(r.start, r.stop) for r in ranges] for ranges in dealt]
         document = np.repeat(np.arange(len(lengths)), lengths)
         pairs = np.arange(ranks * shard) - starts[document] + 1
         below, count = np.append(0, np.cumsum(pairs)), [*count, *map(len, results)]

@@ -83,7 +83,7 @@ def test_every_candidate_of_a_plan_is_measured_beside_what_was_predicted(tmp_pat
     assert [row["pick"] for row in both] == 4 * [False] + [True]
     assert (both[-1]["plan"], both[-1]["layout"]) == (f"{free.strategy} 2", free.layout)
     assert both[-1]["predicted"] == pytest.approx(
-        1e3 * (free.report.data["candidates"][0]["seconds"] + sum(load("cpu").start))
+        1e3 * (free.report()[1]["candidates"][0]["seconds"] + sum(load("cpu").start))
     )
     assert both[-1]["of_best"] == both[-1]["ms"] / min(row["ms"] for row in both)
     assert all(row["off"] == row["predicted"] / row["ms"] - 1 for row in rows)

@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -313,9 +312,9 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     truth = ra.attention(*leaves, **asked, sinks=None if sinks is None else sinks.double().cpu(), return_lse=True)
     back(truth, dout.double().cpu(), None if dlse is None else dlse.double().cpu())
     monkeypatch.setattr(fa4, "KEYS_A_QUERY", 0)
-    two = ring * (ring > 2)  # one of these, or none, visits queries twice
-    late = property(lambda self: inf if not two or self.rank != seed % (two + 1) else -inf)
-    monkeypatch.setattr(recipe.Recipe, "seconds_of_partials", late)
+    once, twice = recipe.Recipe.disjoint, seed % (ring + 1) if ring > 2 else -1  # a rank, or none
+    each = lambda self, steps, kernel: steps if self.rank == twice else once(self, steps, kernel)  # noqa: E731
+    monkeypatch.setattr(recipe.Recipe, "disjoint", each)
     monkeypatch.setattr(recipe, "HALVES_FROM", 0 if seed % 2 else recipe.HALVES_FROM)
     monkeypatch.setattr(recipe, "SIDE_STREAM_UP_TO", 0 if long else tokens)
     if seed % 4 == 1:  # as if ranks had different kernels, of which one keeps nothing

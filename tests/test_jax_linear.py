@@ -14,7 +14,7 @@ import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
 from ringattn.kernels.linear import jax_chunkwise  # noqa: E402
 from ringattn.launch.verify.oracle import error  # noqa: E402
-from ringattn.layouts.layout import BLOCKS, MAKERS, block  # noqa: E402
+from ringattn.layouts.layout import MAKERS, Maker, block  # noqa: E402
 from tests.cases import LEAVES, docs_of, inputs, truth  # noqa: E402
 
 T = 61  # a prime: no number of devices divides it
@@ -81,8 +81,8 @@ def test_equals_the_recurrence(place, gate, lengths, tokens):
 
 def test_states_pass_devices_in_any_order(monkeypatch):
     """In a layout that is nowhere named."""
-    monkeypatch.setitem(MAKERS, "halves", lambda x, n, r: tuple(block(x.pieces[0], 2 * n, i) for i in (r, n + r)))
-    monkeypatch.setitem(BLOCKS, "halves", 2)
+    made = lambda x, n, r: tuple(block(x.pieces[0], 2 * n, i) for i in (r, n + r))  # noqa: E731
+    monkeypatch.setitem(MAKERS, "halves", Maker(made, 2))
     check((2, 2, "halves"), "head", PACKED)
 
 

@@ -19,7 +19,7 @@ from ringattn.comms.mesh import axis
 from ringattn.comms.scan import Relay
 from ringattn.kernels.linear.maps import Map
 from ringattn.launch.processes import run as run_processes
-from ringattn.layouts.layout import BLOCKS, MAKERS, block
+from ringattn.layouts.layout import MAKERS, Maker, block
 from ringattn.plans.machine import load
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import WAYS, choose, layouts, order, segments
@@ -63,8 +63,7 @@ def test_how_states_go_follows_from_the_ranges_of_a_layout(name, monkeypatch):
     """Of one that is nowhere named: around the ring if they pass the ranks in turn; else that is refused."""
     blocks = len(NEW[name](2, 0))
     made = lambda layout, n, r: tuple(block(layout.pieces[0], blocks * n, i) for i in NEW[name](n, r))  # noqa: E731
-    monkeypatch.setitem(MAKERS, name, made)
-    monkeypatch.setitem(BLOCKS, name, blocks)
+    monkeypatch.setitem(MAKERS, name, Maker(made, blocks))
     for ring, ulysses in ((4, 1), (2, 2)):
         ways = layouts(ring, ulysses)[name]
         assert ways == (WAYS if name == "in_turn" else ("gather",))

@@ -109,7 +109,7 @@ def test_bands_are_the_mask_and_so_are_the_schedule_and_the_work(case, layout, r
 
 def check_counted(plan: Plan, spec: AttentionSpec, docs: Any, words: np.ndarray) -> None:
     """Which rank needs which block, and how many pairs of it are seen."""
-    needed = reads_of.__wrapped__(Mask(plan, spec, docs)).needed
+    needed = reads_of.__wrapped__(Mask(plan, spec, docs)).tokens > 0
     pairs = seen_pairs(plan.tokens, plan.tokens, spec, docs)
     for a, b in np.ndindex(plan.ring, plan.ring):
         q, k = (at[at < plan.seq_len] for at in (plan.tokens.positions(a), plan.tokens.positions(b)))

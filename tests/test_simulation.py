@@ -19,9 +19,9 @@ from ringattn.plans.cost import seen_pairs
 from ringattn.plans.course import OfTable, OfWholeBlocks, Ring, at_distances
 from ringattn.plans.machine import Link, load
 from ringattn.plans.plan import Plan
-from ringattn.plans.simulation import on_links, play
+from ringattn.plans.simulation import play
 from ringattn.plans.transport import Transport
-from ringattn.steps.reads import whole_blocks
+from ringattn.steps.reads import Reads
 from ringattn.steps.table import build
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "hosts-cpu.jsonl"
@@ -56,17 +56,12 @@ def test_one_slow_rank_delays_its_ring_and_not_more_than_it_is_slow():
     assert host.seconds >= 0.99 * slow.seconds
 
 
-def test_transfers_that_are_ready_share_a_link():
-    start = np.array([[0.0, 1.0, 0.0], [5.0, 8.0, 0.0], [1e3, 1e3, 1e3 + 1e-9]])
-    done = on_links(start, np.array([[2.0, 2.0, 3.0], [0.0, 1.0, 0.0], [1e-9, 1e-9, 2e-9]]))  # none takes no time
-    assert done.tolist() == [pytest.approx(x) for x in ([5.5, 6.5, 7.0], [5.0, 9.0, 0.0], [1e3] * 3)]
-
-
 def test_ranks_share_cores_only_while_they_compute():
     """Two ranks on one core: of the last one's two steps the first meets the other rank's, and the second waits."""
     far = load("internet")
+    far = far.replace(gpus=2, inside=far.between)
     steps, costs = [], []
-    for cores in (0.0, 0.5):
+    for cores in (0.0, 1.0):
         asked = given(far.replace(cores=cores), 2, 2**14, "ring", "relay", layout="contiguous")
         option = compared(asked)[0]
         _, begun, ended = played(asked, option, backward=False, watched=range(2)).steps
@@ -82,7 +77,8 @@ def test_ranks_share_cores_only_while_they_compute():
 def test_steps_of_a_large_ring_are_those_of_a_table_of_whole_blocks(hosts, together, causal, layout):
     tokens, spec = Layout(layout, 1024, 8, 2), AttentionSpec(causal=causal)
     pairs = seen_pairs(tokens, tokens, spec)
-    table = build(whole_blocks(pairs > 0, tokens.shard_len), hosts, together)
+    reader, block = np.nonzero(pairs)
+    table = build(Reads(8, 128, reader, block, 0 * block, 0 * block + 128), hosts, together)
     ring = Ring(tokens, tokens, spec, None, hosts, 8)
     large = OfWholeBlocks(ring, np.arange(8), at_distances(pairs, np.arange(8), ring), together)
     small = OfTable(ring, table, pairs)

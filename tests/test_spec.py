@@ -180,7 +180,7 @@ def test_rows_packed_differently_cost_the_host_little(layout):
             tracemalloc.stop()
 
     schedule, room = peak(lambda: reads_of.__wrapped__(mask))
-    assert schedule.needed.any() and room < 16 * T
+    assert schedule.tokens.any() and room < 16 * T
     (runs,), room = peak(lambda: mask.runs(plan.tokens.shard(0)))
     assert len(runs.counts) == 16 and len(runs.positions) == T // 8 and room < 8 * T
 

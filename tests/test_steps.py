@@ -135,7 +135,7 @@ def test_needed_blocks_and_seen_pairs_are_those_of_the_dense_mask(given):
     dense = (begin[0][:, None] <= j) & (j < end[0][:, None])
     shards = [layout.shard(r) for r in range(ring)]
     bands = all_bands(spec, T, docs=docs)
-    results, pairs = seen(bands, shards, shards).needed, seen_pairs(layout, layout, spec, docs)
+    results, pairs = seen(bands, shards, shards).tokens > 0, seen_pairs(layout, layout, spec, docs)
     for a in range(ring):
         for b in range(ring):
             block = dense[np.ix_(layout.positions(a), layout.positions(b))]
@@ -160,8 +160,8 @@ def test_what_travels_is_what_is_seen(name, ring, spec, lengths, times):
         q, k = layout.positions(a), layout.positions(b)
         dense = (begin[0][q, None] <= k) & (k < end[0][q, None])
         expected = dense.any(0)
-        assert reads.needed[a, b] == expected.any()
-        if reads.needed[a, b] and name != "striped":
+        assert (reads.tokens[a, b] > 0) == expected.any()
+        if expected.any() and name != "striped":
             read = np.zeros(layout.shard_len, bool)
             for r in reads_ranges(reads, a, b):
                 read[r] = True
@@ -195,8 +195,13 @@ def test_predicted_steps_and_tokens_are_those_that_run(shape, name, spec, length
             run.append((bool(step.blocks), received, sent))
             phase = step.phase
             coming = sum(map(len, phase.onward.receive)) if phase.onward else 0
-        columns = (x[rank][predicted.taken[rank]] for x in (predicted.pairs > 0, predicted.received, predicted.sent))
+        busy = [f + i for f, n in zip(table.first, table.busy[rank // size], strict=True) for i in range(n)]
+        columns = (x[rank][busy] for x in (predicted.pairs > 0, predicted.received, predicted.sent))
         assert run == list(zip(*(x.tolist() for x in columns), strict=True))
+
+
+def count(*ranges) -> int:
+    return sum(len(r) for each in ranges for r in each)
 
 
 def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, int]]]:
@@ -213,11 +218,13 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
         forward = axis.sent
         out.sum().backward()
         mask = Mask(plan, case.spec, case.docs)
-        return (
-            forward,
-            axis.sent - forward,
-            tuple(int(each[axis.rank]) for each in table_of(mask, plan.hosts).sent),
-        )
+        steps = steps_of(table_of(mask, plan.hosts), reads_of(mask).shards, axis.rank)
+        phases = list({id(step.phase): step.phase for step in steps}.values())
+        keys = sum(count(*step.send.values()) for step in steps)
+        returned = sum(count(*(places.at for places in step.receive.values())) for step in steps)
+        hops = [count(phase.onward.send) for phase in phases if phase.onward]
+        home = sum(count(phase.home.send) for phase in phases if phase.home)
+        return forward, axis.sent - forward, (keys + sum(hops), returned + sum(hops[1:]) + home)
 
     return run(one_rank, ring=case.ring)
 
@@ -301,7 +308,7 @@ def test_the_reads_of_every_case_follows_from_its_bounds(layout):
     for case in (*FEATURES, *windows):
         plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
         mask = Mask(plan, case.spec, case.mask or case.docs, case.key_docs)
-        results = reads_of.__wrapped__(mask).needed
+        results = reads_of.__wrapped__(mask).tokens > 0
         j = np.arange(plan.keys.tokens.padded_length)
         for a, b in np.ndindex(4, 4):
             sides = [(low[..., None], high[..., None]) for low, high in mask.bounds(plan.tokens.shard(a))]

@@ -107,7 +107,7 @@ def measured(options: Options, machine: Machine | None = None) -> Iterator[Row]:
         how = {"seq_len": setting.case.tokens, "machine": machine, "kernel": setting.kernel, **setting.sizes}
         how |= setting.case.asked
         try:
-            candidates = ra.plan(whole, **how).report.data["candidates"]
+            candidates = ra.plan(whole, **how).report()[1]["candidates"]
         except NotImplementedError as error:  # on all ranks
             if dist.get_rank() == 0:
                 print(f"{word}: {error}", flush=True)

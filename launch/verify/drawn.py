@@ -12,7 +12,7 @@ from ringattn import kernels
 from ringattn.kernels.linear import TABLE as linear_table
 from ringattn.launch.verify.cases import Case, Step
 from ringattn.launch.verify.oracle import bounds
-from ringattn.layouts.layout import BLOCKS, LAYOUTS, MAKERS
+from ringattn.layouts.layout import LAYOUTS, MAKERS
 from ringattn.masks.slices import KINDS
 from ringattn.masks.spec import AttentionSpec
 from ringattn.plans.plan import STRATEGIES
@@ -23,6 +23,7 @@ DTYPES = ("float32", "float32", "bfloat16", "float16", "float64")  # float32 twi
 RANKS = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8)
 CALLS = ("attention",) * 6 + ("cache", "linear") * 2
 MASKS = ("plain", "plain", "packed", "packed", "spans", "tree", "slices", "keys", "keys", "cross")
+FOR_DOCS = [name for name, maker in MAKERS.items() if maker.each_document or maker.by_work]
 Words = dict[str, Any]
 
 
@@ -56,7 +57,7 @@ def attention(r: random.Random, words: Words, device: str) -> None:
     cut = kind not in ("keys", "cross") and device != "jax" and r.random() < 0.25  # a plan of documents, any
     if cut:
         T = words["seq_len"] = unit * r.randint(1, max(1, T // unit))
-        words |= {"dealt": pieces(r, T, r.randint(1, 6), unit), "layout": r.choice([*BLOCKS, "balanced"])}
+        words |= {"dealt": pieces(r, T, r.randint(1, 6), unit), "layout": r.choice(FOR_DOCS)}
     if kind in ("keys", "cross"):
         words["key_len"] = r.choice([T, r.randint(1, 2 * T)])
     count = r.randint(1, 8)

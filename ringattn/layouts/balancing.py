@@ -25,40 +25,22 @@ def balance(
         raise ValueError(f"ranks={ranks!r}: the number of data ranks, at least 1")
     if not len(batches) or len(batches) % size:
         raise ValueError(f"{len(batches)} sequences for {size} data ranks: each takes equally many; give a multiple")
-    work = np.array([pairs(docs, spec) for docs in batches], float)
-    held: list[list[int]] = [[] for _ in range(size)]
-    load = np.zeros(size)
-    for i in np.argsort(-work, kind="stable").tolist():  # the longest first, to whoever has least and room
-        rank = min((r for r in range(size) if len(held[r]) < len(batches) // size), key=lambda r: load[r])
-        held[rank].append(i)
-        load[rank] += work[i]
-    while swapped(held, load, work):
-        pass
-    return [sorted(own) for own in held]
+    work, order = np.array([pairs(docs, spec) for docs in batches], float), np.arange(len(batches))
+    lap, place = np.divmod(order, size)  # there and back, the longest first
+    rank = np.empty_like(order)
+    rank[np.argsort(-work, kind="stable")] = np.where(lap % 2, size - 1 - place, place)
+    while True:  # exchange a sequence of the busiest rank for another, while the longer of both ranks is shorter then
+        load = np.bincount(rank, work, size)
+        busiest = int(load.argmax())
+        moved = work[rank == busiest][:, None] - work  # [of the busiest, any]: the work that would move
+        after = np.where(rank == busiest, np.inf, np.maximum(load[busiest] - moved, load[rank] + moved))
+        i, j = divmod(int(after.argmin()), len(work))
+        if after[i, j] >= load[busiest] * (1 - 1e-9):
+            return [np.flatnonzero(rank == r).tolist() for r in range(size)]
+        rank[np.flatnonzero(rank == busiest)[i]], rank[j] = rank[j], busiest
 
 
 def pairs(docs: Docs | Sequence[int], spec: AttentionSpec) -> int:
     """The (query, key) pairs that are seen in all rows of these documents."""
     given = docs if isinstance(docs, Docs) else Docs.from_lengths(docs)
     return int(work_of(spec, given.length, docs=given).below(given.length))
-
-
-def swapped(held: list[list[int]], load: np.ndarray, work: np.ndarray) -> bool:
-    """Exchange a sequence of the busiest rank for a shorter one, if the longer of both ranks is shorter then."""
-    high = int(load.argmax())
-    best = (float(load[high]) * (1 - 1e-9), -1, -1, -1)
-    for low in np.argsort(load)[:8].tolist():
-        if low == high:
-            continue
-        more = work[held[high]][:, None] - work[held[low]]  # [of high, of low]: the work that would move
-        after = np.maximum(load[high] - more, load[low] + more)
-        at = divmod(int(after.argmin()), after.shape[1])
-        best = min(best, (float(after[at]), int(low), *at))
-    _, low, i, j = best
-    if low < 0:
-        return False
-    moved = work[held[high][i]] - work[held[low][j]]
-    held[high][i], held[low][j] = held[low][j], held[high][i]
-    load[high] -= moved
-    load[low] += moved
-    return True

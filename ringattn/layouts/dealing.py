@@ -10,7 +10,7 @@ cut is computed twice. Plain numpy and Python: milliseconds.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
@@ -270,18 +270,15 @@ def without(ranges: list[Range], old: Range, *new: Range) -> list[Range]:
     return [x for x in ranges if x != old] + [x for x in new if x[0] < x[1]]
 
 
-def joined(ranges: list[Range]) -> list[Range]:
-    """The same tokens as increasing ranges that do not touch."""
-    joined: list[Range] = []
-    for a, b in sorted(ranges):
-        if joined and joined[-1][1] == a:
-            joined[-1] = joined[-1][0], b
-        else:
-            joined.append((a, b))
-    return joined
+def joined(ranges: Sequence[range]) -> tuple[range, ...]:
+    """Ranges, of which those that touch are one."""
+    joined: list[range] = []
+    for r in ranges:
+        joined.append(range(joined.pop().start, r.stop) if joined and joined[-1].stop == r.start and r.step == 1 else r)
+    return tuple(joined)
 
 
-def deal(starts: np.ndarray, total: int, ranks: int, work: Work) -> list[list[Range]]:
+def deal(starts: np.ndarray, total: int, ranks: int, work: Work) -> list[tuple[range, ...]]:
     """[rank]: the tokens of each rank, total / ranks each, of documents that begin at `starts`, whose last is the end
     of the last document; `total` counts the padding after it too.
     """
@@ -290,4 +287,4 @@ def deal(starts: np.ndarray, total: int, ranks: int, work: Work) -> list[list[Ra
     if busiest > MOST_UNEVEN:
         paired = InPairs(starts, total, ranks, work)
         made = paired if paired.run() < busiest else made
-    return [joined(ranges) for ranges in made.ranges]
+    return [joined([range(*tokens) for tokens in sorted(ranges)]) for ranges in made.ranges]

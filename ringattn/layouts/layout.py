@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,11 +57,24 @@ def balanced(layout: "Layout", ranks: int, rank: int) -> Shard:
     return layout.dealt[rank]
 
 
-MAKERS: dict[str, Callable[["Layout", int, int], Shard]] = {
-    "contiguous": contiguous, "striped": striped, "zigzag": zigzag, "balanced": balanced,
-}  # fmt: skip
-LAYOUTS = "contiguous", "striped", "zigzag"  # those that are the same for any documents
-BLOCKS = {"contiguous": 1, "zigzag": 2}  # of each piece on each rank; these can also lay out each document
+class Maker(NamedTuple):
+    """How a layout is made: the shard of one of so many ranks, of how many equal blocks of each piece it consists, and
+    whether it can lay out each document, or deals documents out by their work. JAX takes it if it does not.
+    """
+
+    shard: Callable[["Layout", int, int], Shard]
+    blocks: int
+    each_document: bool = False
+    by_work: bool = False
+
+
+MAKERS = {
+    "contiguous": Maker(contiguous, 1, each_document=True),
+    "striped": Maker(striped, 1),
+    "zigzag": Maker(zigzag, 2, each_document=True),
+    "balanced": Maker(balanced, 1, by_work=True),
+}
+LAYOUTS = tuple(name for name, maker in MAKERS.items() if not maker.by_work)  # the same for any documents
 
 
 @dataclass(frozen=True)
@@ -81,23 +94,23 @@ class Layout:
     spec: AttentionSpec | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in MAKERS:
-            raise ValueError(f"layout={self.name!r}: choose one of {', '.join(MAKERS)}")
         if self.docs is not None:
             raise_if(self._docs_problem(self.docs))
+
+    @property
+    def maker(self) -> Maker:
+        return MAKERS[self.name]
 
     def _docs_problem(self, docs: Docs) -> str | None:
         """Why these documents cannot be laid out, if they cannot."""
         ranks = self.ring * self.ulysses
-        if self.name == "striped":
+        if not (self.maker.each_document or self.maker.by_work):
             return f"layout={self.name!r} deals out each document's tokens as it is: use the plan without for_docs"
         if docs.length != self.length:
             return f"{docs}: the plan is for {self.length} tokens; make them the same"
         if docs.first is None:
             return f"{docs}: rows with other documents would lie on other ranks; put the rows one after the other"
-        if not self.by_document:
-            return None
-        unit = ranks * BLOCKS[self.name] if ranks > 1 else 1
+        unit = ranks * self.maker.blocks if ranks > 1 and self.by_document else 1
         if odd := [stop - start for start, stop in self.pieces if (stop - start) % unit]:
             return (
                 f"a document of {odd[0]} tokens cannot be cut over {ranks} ranks in layout={self.name!r}: pad each "
@@ -108,7 +121,7 @@ class Layout:
     @property
     def by_document(self) -> bool:
         """Whether each document is laid out over all ranks, Ulysses ranks too."""
-        return self.docs is not None and self.name in BLOCKS
+        return self.docs is not None and self.maker.each_document
 
     @cached_property
     def dealt(self) -> list[Shard]:
@@ -117,8 +130,7 @@ class Layout:
         starts = np.array([0, self.length]) if self.docs is None else self.docs.starts[0]
         if spec.chunk is not None and not spec.first:  # each chunk is a document
             starts = np.unique(np.concatenate([np.arange(a, b, spec.chunk) for a, b in pairwise(starts)] + [starts]))
-        dealt = deal(starts, self.padded_length, self.ring, work_of(spec, self.length, self.length, self.docs))
-        return [tuple(range(a, b) for a, b in ranges) for ranges in dealt]
+        return deal(starts, self.padded_length, self.ring, work_of(spec, self.length, self.length, self.docs))
 
     @cached_property
     def pieces(self) -> list[tuple[int, int]]:
@@ -132,7 +144,7 @@ class Layout:
     def padded_length(self) -> int:
         if self.by_document:
             return self.length
-        unit = self.ring * lcm(BLOCKS.get(self.name, 1), self.ulysses)
+        unit = self.ring * lcm(self.maker.blocks, self.ulysses)
         return max(1, -(-self.length // unit)) * unit
 
     @property
@@ -141,12 +153,12 @@ class Layout:
 
     def shard(self, rank: int) -> Shard:
         """The global positions of one ring rank's tokens, as ranges; positions from `length` on are padding."""
-        return MAKERS[self.name](self, self.ring, rank)
+        return self.maker.shard(self, self.ring, rank)
 
     def held(self, rank: int, inner: int) -> Shard:
         """The global positions of what one Ulysses rank holds of a ring rank's shard."""
         if self.by_document:
-            return MAKERS[self.name](self, self.ring * self.ulysses, rank * self.ulysses + inner)
+            return self.maker.shard(self, self.ring * self.ulysses, rank * self.ulysses + inner)
         n = self.shard_len // self.ulysses
         return part_of(self.shard(rank), slice(inner * n, (inner + 1) * n))
 
@@ -176,14 +188,15 @@ class Layout:
     @property
     def many(self) -> bool:
         """Whether shards may have many ranges."""
-        return self.by_document or self.name == "balanced"
+        return self.by_document or self.maker.by_work
 
     @cached_property
     def segments(self) -> int:
         """Of how many runs of neighbouring tokens, equally long, every rank's tokens consist: 1, 2, or 0 for more."""
         local, ranks = self.shard_len // self.ulysses, [(r, u) for r in range(self.ring) for u in range(self.ulysses)]
         for count in (1, 2):
-            if local % count == 0 and all(neighbours(held) for place in ranks for held in self.parts(*place, count)):
+            parts = [x for place in ranks for x in self.parts(*place, count)] if local % count == 0 else [()]
+            if all(len(part) == 1 and part[0].step == 1 for part in parts):
                 return count
         return 0
 
@@ -191,11 +204,6 @@ class Layout:
         """What one Ulysses rank holds, in `count` parts of equally many tokens."""
         held, n = self.held(rank, inner), self.shard_len // self.ulysses // count
         return [part_of(held, slice(i * n, (i + 1) * n)) for i in range(count)]
-
-
-def neighbours(shard: Shard) -> bool:
-    """Whether the tokens follow one another."""
-    return len(shard) == 1 and shard[0].step == 1
 
 
 def part_of(shard: Shard, some: slice) -> Shard:

@@ -57,26 +57,25 @@ def compared(asked: Asked) -> tuple[Option, ...]:
     """
     shape, options = asked.shape, []
     assert shape is not None
-    on = lru_cache(lambda gpus: asked.machine.replace(gpus=gpus))
     for plan in candidates(asked):
         kernel, rates = rates_of(asked.problem(plan, shape), plan, asked.machine)
+        hosts = asked.transport.hosts if plan.ring > 1 else None
+        gpus = plan.ring * plan.ulysses // hosts if hosts else asked.gpus or asked.machine.gpus
+        machine = asked.machine.replace(gpus=gpus)
         for way in routed(plan, asked, rates.low_precision):
-            gpus = asked.gpus or asked.machine.gpus
-            if asked.transport.hosts is not None and plan.ring > 1:
-                gpus = plan.ring * plan.ulysses // asked.transport.hosts
-            options.append(Option(way, kernel, predict(way, shape, asked.spec, asked.docs, on(gpus), rates)))
+            options.append(Option(way, kernel, predict(way, shape, asked.spec, asked.docs, machine, rates)))
     least = min(option.cost.seconds for option in options)
 
     def order(option: Option) -> tuple[Any, ...]:
         cost = option.cost
         alike = asked.docs is not None and cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
-        return not cost.fits(asked.machine.memory), not alike, cost.received if alike else cost.seconds
+        return cost.memory > asked.machine.memory, not alike, cost.received if alike else cost.seconds
 
     return tuple(sorted(options, key=order))
 
 
 def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[str, Rates]:
-    """The kernel that would run for a problem, forward and backward, and its rates on the machine."""
+    """The kernel that would run forward for a problem, and rates of both passes on the machine."""
     names = [chosen(problem, plan, backward) for backward in (False, True)]
 
     def rates(mask: str) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """What a plan computes and moves: pairs, bytes, groups of heads. Plain Python and numpy; predict.py has the times."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 from ringattn.layouts.layout import Layout, Shard
 from ringattn.masks.bands import all_bands
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.plans.machine import Link, Machine
 from ringattn.steps.reads import AllRanges, all_ranges, overlaps
 
 
@@ -56,28 +54,6 @@ def seen_pairs(
     ends = np.concatenate([run.end + run.rise * apart, run.begin + run.lean * apart])
     sign, rise = np.repeat([1, -1], len(row)), np.concatenate([run.rise, run.lean]) > 0
     return keys_below(key_layout, len(ranks), np.tile(row, 2), ends, np.tile(count, 2), rise, sign)
-
-
-def queries_seeing(
-    layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None, ranks: np.ndarray
-) -> np.ndarray:  # fmt: skip
-    """[first or stop, rank, block]: between which of its queries some of a ranks's see some of a block."""
-    table, blocks, length, ring = ranges(layout).of(ranks), ranges(key_layout), layout.shard_len, key_layout.ring
-    between = np.array([np.full((len(ranks), ring), length), np.zeros((len(ranks), ring), int)])
-    bands = all_bands(spec, layout.length, key_layout.length, docs)
-    at, which, first, last = overlaps(table, bands.start, bands.stop)
-    band, far = bands.some(at), first - bands.start[at]
-    begin, end = band.begin + band.lean * far, band.end + band.rise * far  # of the run's first query
-    run, block_range, *_ = overlaps(blocks, begin, end + band.rise * (last - first))
-    low = np.where(band.rise[run] > 0, np.maximum(blocks.starts[block_range] - end[run] + 1, 0), 0)
-    high = np.where(band.lean[run] > 0, blocks.stops[block_range] - begin[run] - 1, length * ring)
-    step, run_first = table.steps[0], (table.offsets - table.starts)[which]
-    if step > 1:  # of stripes all are between the first and the last
-        run_first, first, last, low, high = 0 * first, 0 * first, 0 * last + length - 1, 0 * low, 0 * high + length
-    cell = table.owners[which][run], blocks.owners[block_range]
-    np.minimum.at(between[0], cell, (run_first + first)[run] + low)
-    np.maximum.at(between[1], cell, run_first[run] + np.minimum(last[run], first[run] + high) + 1)
-    return between
 
 
 def keys_below(
@@ -152,24 +128,3 @@ def of_heads(shape: Shape, ulysses: int, local: tuple[int, int]) -> tuple[int, i
     `local` is how many tokens of the queries and of the keys a rank holds. Key heads are repeated so that they divide.
     """
     return shape.q_bytes(local[0]), shape.kv_bytes(local[1], shape.kv_heads * replicas(shape.kv_heads, ulysses))
-
-
-def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple[int, int]) -> int:
-    """The bytes that a rank sends in forward and no step hides: Ulysses' exchanges both ways, and gathered keys."""
-    queries, keys = of_heads(shape, ulysses, local)
-    return (queries + keys) * (ulysses - 1) // ulysses + (ring - 1) * keys * (strategy == "gather")
-
-
-MAX_GROUPS = 4
-# cost of one more group: latencies, part of the attention's time; 2 H200s, 32K and 131K
-MORE_LATENCIES, MORE_WORK = 12, 0.0052
-
-
-def groups_of(shape: Shape, sent: int, ranks: int, possible: Iterable[int], machine: Machine, link: Link) -> int:
-    """In which possible number of groups to cut a rank's heads, so that one travels while another is computed.
-
-    Each group costs launches, and smaller groups fill a GPU less well.
-    """
-    attending = shape.flops_a_pair * shape.seq_len * shape.key_len / 2 / ranks / machine.flops(shape.itemsize, ranks)
-    more = MORE_LATENCIES * link.latency + MORE_WORK * attending
-    return min(possible, key=lambda n: link.transfer(sent, ranks) / n + n * more)

@@ -2,8 +2,6 @@
 
 Rings of more ranks than `EXACT` have no table. There blocks travel whole, and all hosts and phases have equal steps.
 Predictions take some readers of such a ring; the simulator takes all of them, step by step.
-
-Plain numpy.
 """
 
 from collections.abc import Callable
@@ -15,7 +13,7 @@ import numpy as np
 from ringattn.layouts.layout import Layout
 from ringattn.masks.bands import all_bands
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.plans.cost import queries_seeing, seen_pairs, shards
+from ringattn.plans.cost import seen_pairs, shards
 from ringattn.steps.reads import Reads, seen
 from ringattn.steps.table import Row, Table, Transfers, build, grouped, joined
 
@@ -44,16 +42,7 @@ class Ring(NamedTuple):
         return rank * self.queries.ulysses // self.gpus
 
 
-class Cells(NamedTuple):
-    """Where readers meet blocks: in which step, and how many pairs of a query and a key they then see."""
-
-    reader: Row  # the place among the readers
-    block: Row
-    step: Row
-    pairs: Row
-
-    def some(self, rows: Row) -> "Cells":
-        return Cells(*(x[rows] for x in self))
+Cells = tuple[Row, Row, Row]  # readers, by their place among them, steps, and the pairs of query and key seen in these
 
 
 class Steps:
@@ -63,7 +52,6 @@ class Steps:
     readers: Row
     first: Row  # [phase]: its first step
     count: int
-    taken: Row  # [reader, step]: not the empty steps of its host
     # functions of begin and end: what is computed at these steps, and its reads; blocks that come from other hosts for
     # them; sums of gradients that go home as they begin
     met: Callable[[int, int], tuple[Cells, Transfers]]
@@ -74,27 +62,17 @@ class Steps:
         cells = np.bincount(reader * self.count + step, amounts, len(self.readers) * self.count)
         return cells.reshape(-1, self.count)
 
-    def place(self, rows: Transfers) -> Row:
-        """The place of each destination among the readers."""
-        return np.searchsorted(self.readers, rows.destination)
-
     @cached_property
     def pairs(self) -> Row:
-        reader, _, step, pairs = self.met(0, self.count)[0]
-        return self.summed(reader, step, pairs)
-
-    @cached_property
-    def kinds(self) -> tuple[Transfers, Transfers]:
-        """The keys that are sent within hosts, and between hosts."""
-        keys = joined(self.met(0, self.count)[1], self.hops(0, self.count))
-        remote = self.ring.host(keys.source) != self.ring.host(keys.destination)
-        return keys.some(~remote), keys.some(remote)
+        return self.summed(*self.met(0, self.count)[0])
 
     @cached_property
     def tokens(self) -> tuple[Row, Row]:
-        """The same as tokens that are received."""
-        near, far = (self.summed(self.place(x), x.needed_at, x.tokens) for x in self.kinds)
-        return near, far
+        """The keys that are received within hosts, and from other hosts."""
+        keys = joined(self.met(0, self.count)[1], self.hops(0, self.count))
+        remote = self.ring.host(keys.source) != self.ring.host(keys.destination)
+        at = np.searchsorted(self.readers, keys.destination), keys.needed_at
+        return self.summed(*at, keys.tokens * ~remote), self.summed(*at, keys.tokens * remote)
 
     @cached_property
     def received(self) -> Row:
@@ -106,16 +84,6 @@ class Steps:
         return np.isin(np.arange(self.count), self.first[1:])
 
     @cached_property
-    def queries(self) -> Row:
-        """Queries from the first to the last that sees some keys."""
-        low, high = queries_seeing(*self.ring[:4], self.readers)
-        reader, block, step, _ = self.met(0, self.count)[0]
-        begin, end = np.full(self.pairs.shape, self.ring.queries.shard_len), np.zeros(self.pairs.shape, int)
-        np.minimum.at(begin, (reader, step), low[reader, block])
-        np.maximum.at(end, (reader, step), high[reader, block])
-        return np.maximum(end - begin, 0)
-
-    @cached_property
     def sent(self) -> Row:
         """Tokens of the block that it holds which others of its host read; in large rings all alike."""
         if len(self.readers) < self.ring.size:
@@ -123,40 +91,27 @@ class Steps:
         _, reads = self.met(0, self.count)
         return self.summed(reads.source, reads.needed_at, reads.tokens)
 
-    @cached_property
-    def returned(self) -> Row:
-        """Tokens of its own block whose sums are sent home from those that held them last, after each step."""
-        homes = self.homes(0, self.count + 1)
-        return self.summed(self.place(homes), homes.send_at - 1, homes.tokens)
-
-    def sending(self, rows: Transfers) -> Row:
-        """How many GPUs of a host send any of these for a step: of the hosts from which a reader receives, the most."""
-        host = self.ring.host(rows.source)
-        source, step = np.unique(np.array([rows.source, rows.needed_at]), axis=1)
-        cells = self.ring.host(source) * self.count + step
-        number = np.bincount(cells, minlength=1)[host * self.count + rows.needed_at] * self.ring.queries.ulysses
-        most = np.ones(self.pairs.shape)
-        np.maximum.at(most, (self.place(rows), rows.needed_at), number)
-        return most
-
 
 class OfTable(Steps):
     """Those of all ranks."""
 
     def __init__(self, ring: Ring, table: Table, pairs: Row):
         self.ring, self.readers, self.first, self.count = ring, np.arange(table.ring), table.first, table.count
-        phase = table.phase(np.arange(table.count))
-        self.taken = (np.arange(table.count) - table.first[phase] < table.busy[:, phase]).repeat(table.size, 0)
-        reader, block = np.nonzero(table.when >= 0)
-        cells = Cells(reader, block, table.when[reader, block], pairs[reader, block])
-        reads, hops, homes = table.reads, table.hops, table.homes
+        self.table, self.pairs_of = table, pairs
 
-        def within(steps: Row, begin: int, end: int) -> Row:
-            return (begin <= steps) & (steps < end)
+    def met(self, begin: int, end: int) -> tuple[Cells, Transfers]:
+        when, reads = self.table.when, self.table.reads
+        reader, block = np.nonzero((begin <= when) & (when < end))
+        cells = reader, when[reader, block], self.pairs_of[reader, block]
+        return cells, reads.some((begin <= reads.needed_at) & (reads.needed_at < end))
 
-        self.met = lambda *span: (cells.some(within(cells.step, *span)), reads.some(within(reads.needed_at, *span)))
-        self.hops = lambda *span: hops.some(within(hops.needed_at, *span))
-        self.homes = lambda *span: homes.some(within(homes.send_at, *span))
+    def hops(self, begin: int, end: int) -> Transfers:
+        at = self.table.hops.needed_at
+        return self.table.hops.some((begin <= at) & (at < end))
+
+    def homes(self, begin: int, end: int) -> Transfers:
+        at = self.table.homes.send_at
+        return self.table.homes.some((begin <= at) & (at < end))
 
 
 class OfWholeBlocks(Steps):
@@ -177,7 +132,6 @@ class OfWholeBlocks(Steps):
         self.first, self.count = np.arange(phases) * busy, phases * busy
         self.columns = np.repeat(self.distances, len(ranks)), np.tile(ranks, phases)  # how many hosts and ranks before
         self.step = np.repeat(self.first, len(ranks)) + np.tile(within, phases)
-        self.taken = np.broadcast_to(True, (len(readers), self.count))
 
     def met(self, begin: int, end: int) -> tuple[Cells, Transfers]:
         some = slice(*np.searchsorted(self.step, (begin, end)))
@@ -188,7 +142,7 @@ class OfWholeBlocks(Steps):
         source = rank // self.size * self.size + (rank - before) % self.size
         block = (source - away[column] * self.size) % self.ring.size
         reads = self.whole(*(x[before > 0] for x in (step - 1, step, source, rank, block)))
-        return Cells(reader, block, step, pairs[column, reader].astype(float)), reads
+        return (reader, step, pairs[column, reader].astype(float)), reads
 
     def hops(self, begin: int, end: int) -> Transfers:
         phases = np.arange(1, len(self.first))[slice(*np.searchsorted(self.first[1:], (begin, end)))]

@@ -1,7 +1,6 @@
 """What a plan says about itself: one sentence, the best candidates, and how blocks, heads and kernels go."""
 
 from collections.abc import Sequence
-from math import ceil, log2
 from typing import Any, NamedTuple
 
 from ringattn import kernels
@@ -14,7 +13,6 @@ from ringattn.plans.plan import Plan
 from ringattn.plans.predict import Cost
 
 TABLE_ROWS = 10
-UNITS = "ms", "ms", "ms", "ms", "MB", "ms", "MB", "GB"
 HIDDEN = 0.03  # of a call: shorter transfers count as hidden
 
 
@@ -48,53 +46,36 @@ def sentence(options: Sequence[Option]) -> str:
 def judged(cost: Cost) -> str:
     """How even the work is, and which transfers nothing hides."""
     work = "equal work" if cost.imbalance < 1.05 else f"the busiest rank has {cost.imbalance:.2f} of the mean work"
-    within, between = (sum(getattr(x, name) for x in (cost.forward, cost.backward)) for name in ("within", "between"))
+    where = f"hops {'between' if cost.received[0] else 'within'} hosts"
     if cost.exposed > HIDDEN * cost.seconds:
-        where = "between hosts" if between > within else "within hosts"
-        return f"{work}, {cost.exposed * 1e3:.3g} of {cost.seconds * 1e3:.4g} ms not hidden, mostly hops {where}"
-    return f"{work}, hops {'between hosts' if between else 'within hosts'} hidden"
+        return f"{work}, {cost.exposed * 1e3:.3g} of {cost.seconds * 1e3:.4g} ms not hidden, mostly {where}"
+    return f"{work}, {where} hidden"
 
 
 def table(options: Sequence[Option], machine: Machine, gpus: int) -> list[str]:
     """The best candidates: at most TABLE_ROWS, within 100 columns."""
     lines = [
-        f"attention of a layer on {machine.name}",
+        f"attention of a layer on {machine.name}, {gpus} ranks a host",
         f"({machine.source})",
-        f"{gpus} ranks a host",
-        f"  {'':<33}forward  back exposed {'between hosts':>13} {'within a host':>13} memory work",
-        f"  {'':<14} {'layout':<10} {'route':<6}" + "".join(f"{unit:>7}" for unit in UNITS),
+        f"  {'ms, MB between and within hosts, GB':<35} forward    back exposed  between   within  memory  work",
     ]
     for plan, _, cost in options[:TABLE_ROWS]:
-        f, b = cost.forward, cost.backward
         route = plan.transport.route if plan.ring > 1 and plan.strategy == "ring" and plan.framework == "torch" else "-"
-        cells = [1e3 * f.seconds, 1e3 * b.seconds, 1e3 * cost.exposed]
-        cells += [1e3 * (f.between + b.between), (f.between_bytes + b.between_bytes) / 1e6]
-        cells += [1e3 * (f.within + b.within), (f.within_bytes + b.within_bytes) / 1e6]
-        memory = number(cost.memory / 1e9) + "!" * (not cost.fits(machine.memory))
-        numbers = "".join(f"{x:>7}" for x in (*map(number, cells), memory))
-        lines.append(f"  {way_of(plan):<14} {plan.layout:<10} {route:<6}{numbers}{cost.imbalance:>5.2f}")
-    more = len(options) - TABLE_ROWS
-    return lines + [f"  and {more} more"] * (more > 0) + fits(options, machine)
+        times = (f"{number(1e3 * x):>8}" for x in (cost.forward.seconds, cost.backward.seconds, cost.exposed))
+        moved = (f"{number(x / 1e6):>9}" for x in cost.received)
+        memory = number(cost.memory / 1e9) + "!" * (cost.memory > machine.memory)
+        numbers = f"{''.join(times)}{''.join(moved)}{memory:>8}{cost.imbalance:>6.2f}"
+        lines.append(f"  {way_of(plan):<16} {plan.layout:<11}{route:<7}{numbers}")
+    if (more := len(options) - TABLE_ROWS) > 0:
+        lines.append(f"  and {more} more")
+    if (factor := min(option.cost.memory for option in options) / machine.memory) > 1:
+        tokens = int(options[0].plan.seq_len / factor) // 1024 * 1024
+        lines.append(f"nothing fits: it takes {factor:.3g} times the memory of a GPU; {tokens} tokens would do")
+    return lines
 
 
 def number(x: float) -> str:
-    """A few figures, in at most six characters."""
-    if x < 5e-4:
-        return "0"
-    return f"{x:.{2 if x < 0.1 else 4}g}" if x < 1e4 else f"{x:.0f}" if x < 1e6 else f"{x / 1e6:.4g}M"
-
-
-def fits(options: Sequence[Option], machine: Machine) -> list[str]:
-    """What is missing if no candidate fits in memory."""
-    if any(option.cost.fits(machine.memory) for option in options):
-        return []
-    plan, least = options[0].plan, min(option.cost.memory for option in options)
-    factor = least / machine.memory
-    return [
-        f"nothing fits: attention of a layer needs {least / 1e9:.3g} GB a rank, and a GPU has "
-        f"{machine.memory / 1e9:.3g}; {plan.ring * plan.ulysses * 2 ** max(1, ceil(log2(factor)))} ranks would do, "
-        f"or {int(plan.seq_len / factor) // 1024 * 1024} tokens"
-    ]
+    return "0" if x < 5e-4 else f"{x:.3g}" if x < 100 else f"{x:.0f}"
 
 
 def data_of(options: Sequence[Option], machine: Machine, gpus: int) -> dict[str, Any]:
@@ -105,7 +86,7 @@ def data_of(options: Sequence[Option], machine: Machine, gpus: int) -> dict[str,
         | {"route": plan.transport.route, "kernel": kernel}
         | {"forward": cost.forward._asdict(), "backward": cost.backward._asdict()}
         | {name: getattr(cost, name) for name in of_cost}
-        | {"fits": cost.fits(machine.memory)}
+        | {"fits": cost.memory <= machine.memory}
         for plan, kernel, cost in options
     ]
     about = {"machine": machine.name, "source": machine.source, "gpus_a_host": gpus, "memory": machine.memory}
@@ -117,12 +98,10 @@ def ways_report(plan: Plan, shape: Shape | None) -> list[str]:
     how, lines = plan.transport, []
     if plan.ring > 1 and plan.framework == "torch":
         over = f", over {plan.axes.ring.by}" if plan.axes.ring else ""
-        come = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(how.route, "host by host")
         dtype = "the dtype of the inputs" if how.grads == "input" and how.route != "relay" else "float32"
-        lines = [f"route {how.route}: blocks come {come}{over}; in backward gradients in {dtype}"]
-        if plan.strategy == "gather":
-            lines = [f"gather: every rank's keys come at once{over}; in backward their gradients are scattered home"]
-    if plan.swaps and plan.hides_groups and shape is not None:
+        come = "blocks come all at once" if plan.strategy == "gather" else f"blocks come by route {how.route}"
+        lines = [f"{come}{over}; in backward gradients in {dtype}"]
+    if plan.swaps and shape is not None:
         groups, sent = plan.groups_for(shape), f"{plan.exchanged(shape) / 1e6:.1f} MB a rank"
         lines.append(f"heads exchanged {'all at once' if groups == 1 else f'in {groups} groups'} ({sent})")
     return lines

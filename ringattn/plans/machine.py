@@ -1,20 +1,20 @@
 """A description of a machine: what a GPU computes, what its memory holds, and how fast the links are.
 
-A description is a small TOML file (`machines/`, or your own): SI units, bytes and seconds, rates in TFLOP/s.
-`load` reads one by its name or path, and names what is missing, misspelt or absurd. Plans and the simulator take
-nothing else: no number of a machine stands in code.
+A description is a small TOML file (`machines/`, or your own): SI units, bytes and seconds, rates in TFLOP/s. No number
+of a machine stands in code.
 """
 
 import difflib
 import sys
 import tomllib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, field
 from functools import cache, cached_property, lru_cache
 from json import dumps, loads
+from math import inf
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import numpy as np
 
@@ -36,9 +36,12 @@ class Link(Value):
     latency: float
     sharing: int = 1
 
-    def transfer(self, nbytes: Any, senders: Any = 1) -> Any:
-        """Seconds, without the latency, while so many GPUs of the host send."""
-        return nbytes * (np.minimum(senders, self.sharing) / self.bandwidth)
+    def seconds(self, nbytes: Any, messages: Any = 0, senders: Any = 1) -> Any:
+        """Of so many messages with so many bytes in all, while so many GPUs of the host send as much.
+
+        All times of links come from here: a subclass is another model of them.
+        """
+        return nbytes * (np.minimum(senders, self.sharing) / self.bandwidth) + messages * self.latency
 
 
 class Machine(Value):
@@ -78,7 +81,6 @@ class Machine(Value):
     room: float = 0.0
     group: PAIR = (0.0, 0.0)
     cores: float = 0.0
-    path: str = field(default="", compare=False)
 
     def rate(self, keys: tuple[str, ...]) -> tuple[float, float]:
         """Flops a second, forward and backward, of the first of these rows that there is."""
@@ -98,6 +100,11 @@ class Machine(Value):
     def flops(self, itemsize: int, ranks: int) -> float:
         """Flops a second of a rank's attention forward, of so many that compute, on numbers of so many bytes."""
         return self.rate((BY_BYTES[itemsize], "float32"))[0] / self.crowd(ranks)
+
+    def swap(self, near: float, far: float, ranks: int) -> float:
+        """Seconds in which each of so many ranks sends some bytes within its host, and some to others, one by one."""
+        senders = min(self.gpus, ranks)
+        return float(self.inside.seconds(near, senders=senders) + self.between.seconds(far, senders=senders))
 
     def blocks_at_once(self, block: int) -> int:
         """How many blocks of `block` bytes a step may bring."""
@@ -121,23 +128,17 @@ class Machine(Value):
 
 
 TABLES = ("inside", "between", "rates")
-LIMITS = {  # the least and the most that is plausible; both are given in the error
-    "gpus": (1, 65536), "memory": (2**26, 2**46), "bandwidth": (1e3, 1e15), "products": (1e-4, 1e6),
-    "half": (0, 1e9), "launch": (0, 1.0), "room": (0, 2**46), "latency": (0, 10.0), "sharing": (1, 4096),
-    "start": (0, 10.0), "least": (0, 10.0), "exchange": (0, 10.0), "rates": (1e-5, 1e5), "arch": (0, 1000),
-    "group": (0, 1e14), "cores": (0, 65536),
-}  # fmt: skip
+NUMBERS = {int: "a whole number", float: "a number", PAIR: "two numbers", tuple[int, ...]: "two whole numbers"}
 
 
 def of_table(given: Any, kind: type[Value], where: str) -> dict[str, Any]:
-    """The values of a table, if all are known, none is missing, and their numbers are plausible."""
-    known = {name: f for name, f in fields(kind).items() if name != "path"}
+    """The values of a table, if all are known, none is missing, and each has its type."""
+    known = fields(kind)
     if not isinstance(given, dict):
         raise ValueError(f"{where}: expected a table of numbers, got {given!r}")
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            raise ValueError(f"{where}: no such key {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+            raise ValueError(f"{where}: no such key {name!r}{meant(name, known)}")
     if missing := [name for name, f in known.items() if name not in given and f.default is MISSING]:
         raise ValueError(f"{where}: {', '.join(missing)} missing; a description needs them")
     return {name: value_of(name, value, known[name].type, where) for name, value in given.items()}
@@ -147,19 +148,18 @@ def value_of(name: str, value: Any, kind: Any, where: str) -> Any:
     """The value of a field of this type: text, a number, two numbers, a link, or the table of rates."""
     if kind is Link:
         return Link(**of_table(value, Link, f"{where} [{name}]"))
-    if kind is RATES and isinstance(value, dict) and value:
-        return {key: value_of(name, row, PAIR, f"{where} [rates] {key}") for key, row in value.items()}
     if kind is RATES:
-        raise ValueError(f"{where}: [rates] needs a row for a dtype, as in float32 = [20, 15]")
+        rows = value.items() if isinstance(value, dict) else ()
+        return {key: value_of(key, row, PAIR, f"{where} [rates]") for key, row in rows}
     if kind is str:
         right, expected = isinstance(value, str) and value.isprintable(), "a line of text"
     else:
-        (low, high), pair, whole = LIMITS[name], get_origin(kind) is tuple, int in (kind, *get_args(kind))
+        positive = kind is int or name in ("memory", "bandwidth") or where.endswith("[rates]")
+        types, pair = (int,) if int in (kind, *get_args(kind)) else (int, float), bool(get_args(kind))
         numbers = value if pair and isinstance(value, list) else [value]
-        types = (int,) if whole else (int, float)
-        right = len(numbers) == 1 + pair and all(type(x) in types and low <= x <= high for x in numbers)
-        number = "whole number" if whole else "number"
-        expected = f"{f'two {number}s' if pair else f'a {number}'} from {low:g} to {high:g}"
+        right = len(numbers) == 1 + pair and all(type(x) in types and 0 <= x < inf for x in numbers)
+        right = right and not (positive and 0 in numbers)
+        expected = f"{NUMBERS[kind]} {'above' if positive else 'from'} 0"
     if not right:
         raise ValueError(f"{where}: {name}={value!r}: expected {expected}")
     return tuple(value) if isinstance(value, list) else value
@@ -167,7 +167,7 @@ def value_of(name: str, value: Any, kind: Any, where: str) -> Any:
 
 def of_dict(given: dict[str, Any], where: str) -> Machine:
     """The machine of these values."""
-    machine = Machine(**of_table(given, Machine, where), path=where)
+    machine = Machine(**of_table(given, Machine, where))
     if machine.device not in DEVICES:
         raise ValueError(f"{where}: device={machine.device!r}: choose one of {', '.join(DEVICES)}")
     return machine
@@ -175,8 +175,7 @@ def of_dict(given: dict[str, Any], where: str) -> Machine:
 
 def of_text(text: str) -> Machine:
     """The machine with this text."""
-    given = {name: value for name, value in loads(text).items() if value not in ("", [])}
-    return of_dict(given, given.pop("path", ""))
+    return of_dict({name: value for name, value in loads(text).items() if value not in ("", [])}, "text")
 
 
 def of_file(path: Path, after: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -224,10 +223,13 @@ def path_of(machine: Any, what: str = "machine") -> Path:
         raise ValueError(f"{what}={machine!r}: a name ({', '.join(names)}) or the path of a description")
     path = SHIPPED / f"{machine}.toml" if str(machine) in names else Path(machine)
     if not path.is_file():
-        close = difflib.get_close_matches(str(machine), names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
-        raise ValueError(f"{what}={str(machine)!r}: no such description or file; {hint}")
+        raise ValueError(f"{what}={str(machine)!r}: no such description or file{meant(str(machine), names)}")
     return path
+
+
+def meant(word: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, names, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"
 
 
 def chip_here(device: str) -> str | None:
@@ -250,7 +252,7 @@ def of_device(device: str, chip: str | None = None) -> Machine:
 
 def write(machine: Machine, path: Path) -> None:
     """A description as a file that `load` reads; text, numbers and lists of JSON are TOML too."""
-    values = {name: value for name, value in vars(machine).items() if name in fields(Machine) and name != "path"}
+    values = {name: getattr(machine, name) for name in fields(Machine)}
     lines = [f"{name} = {dumps(x)}" for name, x in values.items() if name not in TABLES and x not in ("", ())]
     for name in TABLES:
         table = values[name] if name == "rates" else vars(values[name])

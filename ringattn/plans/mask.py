@@ -8,6 +8,7 @@ import numpy as np
 from ringattn.layouts.layout import Shard, count_below, sorted_positions
 from ringattn.masks.bands import Bands, Families, Runs, all_bands, families
 from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import shards
 from ringattn.plans.plan import Plan
 from ringattn.steps.reads import Reads, seen, union
 from ringattn.steps.table import Table, build
@@ -81,9 +82,7 @@ def bands_of(mask: Mask) -> Bands:
 @lru_cache(maxsize=32)
 def reads_of(mask: Mask) -> Reads:
     """Which rank reads what of whose keys; the same on every rank."""
-    plan = mask.plan
-    queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
-    return seen(bands_of(mask), queries, held)
+    return seen(bands_of(mask), shards(mask.plan.tokens), shards(mask.plan.keys.tokens))
 
 
 @lru_cache(maxsize=32)

@@ -5,7 +5,7 @@ groups are; in JAX only over the same devices, since plans are the keys of cache
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -15,43 +15,24 @@ from typing import Any
 from ringattn.layouts.layout import MAKERS, Layout
 from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 from ringattn.masks.values import Value, fields
-from ringattn.plans.cost import MAX_GROUPS, Shape, exchanged, groups_of, heads_of_group, may_group
+from ringattn.plans.cost import Shape, heads_of_group, may_group, of_heads
 from ringattn.plans.machine import Link, Machine, assumed
 from ringattn.plans.ranks import NOT_HERE, Ranks
 from ringattn.plans.sizes import groups_problem, heads_of, heads_problem, size_of
 from ringattn.plans.transport import Transport
 
 STRATEGIES = ("ring", "gather", "ulysses")
+MAX_GROUPS = 4
+MESSAGES_A_GROUP, WORK_A_GROUP = 12, 0.0052  # the cost of one more: latencies, part of attention's time (2 H200s)
+MAX_PLANS = 256  # of whose calls it is known that all ranks agreed on them
 LARGEST_POSITION = 2**31 - 1  # JAX's positions are int32
 
 
-class Report:
-    """What a plan says about its choice, as lines and as plain values.
-
-    Made when it is first read: it counts the memory of every candidate. A copy, in another process too, has been read.
-    """
-
-    def __init__(self, make: Callable[[], tuple[tuple[str, ...], Mapping[str, Any]]]):
-        self.make = make
-
-    @cached_property
-    def made(self) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-        return self.make()
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        return self.made[0]
-
-    @property
-    def data(self) -> Mapping[str, Any]:
-        return self.made[1]
-
-    def __reduce__(self) -> Any:
-        return report_with, self.made
+Report = tuple[Sequence[str], Mapping[str, Any]]  # what a plan says about its choice, as lines and as plain values
 
 
-def report_with(lines: tuple[str, ...] = (), data: Mapping[str, Any] | None = None) -> Report:
-    return Report(lambda: (lines, data or {}))
+def no_report() -> Report:
+    return (), {}
 
 
 class Plan(Value):
@@ -74,94 +55,85 @@ class Plan(Value):
     saved_as: str | None = None  # in JAX: the name of attention's results for policies of jax.checkpoint
     machine: Machine = field(default=None, repr=False)  # type: ignore[assignment]  # None: the shipped one of the device
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
-    report: Report = field(default=report_with(), compare=False, repr=False)
+    report: Callable[[], Report] = field(default=no_report, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "key_len", "ring", "ulysses", "head_dim", "value_dim"):
             object.__setattr__(self, name, size_of(name, getattr(self, name)))
         object.__setattr__(self, "heads", heads_of(self.heads))
         object.__setattr__(self, "machine", self.machine or assumed(self.device))
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy={self.strategy!r}: choose one of auto, {', '.join(STRATEGIES)}")
-        if self.strategy == "ulysses" and self.ring > 1:
-            raise ValueError(
-                f"strategy='ulysses' means a ring axis of size 1, and the mesh has ring={self.ring}; use "
-                f"init_mesh(ulysses={self.ring * self.ulysses}), or strategy='ring' for the hybrid of both"
-            )
-        if self.layout not in MAKERS:
-            raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(MAKERS)}")
-        if self.docs is not None or self.layout == "balanced":
-            raise_if(self._docs_problem())
-        if self.saved_as is not None and (self.framework != "jax" or not isinstance(self.saved_as, str)):
-            raise ValueError(f"saved_as={self.saved_as!r}: a name for policies of jax.checkpoint, for a JAX mesh only")
-        if self.heads is not None:
-            raise_if(heads_problem(*self.heads, ulysses=self.ulysses, ring=self.ring))
-        raise_if(self._transport_problem())
-        if self.heads is not None:
-            raise_if(groups_problem(self.transport.groups, self.heads, self.ulysses, self.ring))
-        if self.framework == "jax":
-            self._check_positions()
+        raise_if(next(self._problems(), None))
         if self.framework == "torch" and self.axes.here and "torch" in sys.modules:
             import_module(f"ringattn.{self.framework}.handles").name(self)  # now: torch.compile traces no such thing
         _ = self.number, self.local_len, self.keys.local_len  # cached now: torch.compile refuses Python 3.11's lock
 
-    def _docs_problem(self) -> str | None:
+    def _problems(self) -> Iterator[str]:
+        """Why there can be no such plan, if there cannot."""
+        how, ring, ulysses = self.transport, self.ring, self.ulysses
+        assert how.hosts is not None and how.route != "auto", how
+        if self.strategy not in STRATEGIES:
+            yield f"strategy={self.strategy!r}: choose one of auto, {', '.join(STRATEGIES)}"
+        if self.strategy == "ulysses" and ring > 1:
+            yield (
+                f"strategy='ulysses' means a ring axis of size 1, and the mesh has ring={ring}; use "
+                f"init_mesh(ulysses={ring * ulysses}), or strategy='ring' for the hybrid of both"
+            )
+        if self.layout not in MAKERS:
+            yield f"layout={self.layout!r}: choose one of auto, {', '.join(MAKERS)}"
+        if self.docs is not None or MAKERS[self.layout].by_work:
+            yield from self._docs_problems()
+        if self.saved_as is not None and (self.framework != "jax" or not isinstance(self.saved_as, str)):
+            yield f"saved_as={self.saved_as!r}: a name for policies of jax.checkpoint, for a JAX mesh only"
+        if self.heads is not None and (problem := heads_problem(*self.heads, ulysses=ulysses, ring=ring)):
+            yield problem
+        if ring % how.hosts:
+            yield f"hosts={how.hosts} for ring={ring}: hosts have equally many ranks; use a divisor of the ring"
+        if how.route == "levels" and how.hosts < 2:
+            yield f"route='levels' needs a ring on several hosts, and ring={ring} lies on one; use 'direct' or 'relay'"
+        if how.groups not in (None, 1) and ulysses == 1 and self.strategy != "gather":
+            yield f"groups={how.groups!r} is for Ulysses and gather, and there is only strategy={self.strategy!r}"
+        if self.heads is not None and (problem := groups_problem(how.groups, self.heads, ulysses, ring)):
+            yield problem
+        if self.framework == "jax":
+            yield from self._position_problems()
+
+    def _docs_problems(self) -> Iterator[str]:
         """Why this plan cannot lay out documents, if it cannot."""
         if self.framework == "jax":
-            return (
+            yield (
                 "for_docs is not supported in JAX, nor is layout='balanced': one program serves all documents there, "
                 "and these would change it; use the plan as it is, or layout='striped'"
             )
         if self.key_len not in (None, self.seq_len):
-            return f"key_len={self.key_len}: documents are laid out only for queries and keys of one sequence"
-        return None
+            yield f"key_len={self.key_len}: documents are laid out only for queries and keys of one sequence"
 
-    def _transport_problem(self) -> str | None:
-        """How the transport contradicts the sizes, if it does."""
-        how = self.transport
-        assert how.hosts is not None and how.route != "auto", how
-        if self.ring % how.hosts:
-            return f"hosts={how.hosts} for ring={self.ring}: hosts have equally many ranks; use a divisor of the ring"
-        if how.route == "levels" and how.hosts < 2:
-            return (
-                f"route='levels' needs a ring on several hosts, and ring={self.ring} lies on one; use route='direct' "
-                "or 'relay'"
-            )
-        if how.groups not in (None, 1) and self.ulysses == 1 and self.strategy != "gather":
-            return (
-                f"groups={how.groups!r} is for Ulysses and gather, and strategy={self.strategy!r} over ulysses=1 "
-                "uses neither; leave it out"
-            )
-        return None
-
-    def _check_positions(self) -> None:
+    def _position_problems(self) -> Iterator[str]:
         """Positions, and those up to a stripe after them, fit in int32."""
         most = LARGEST_POSITION - self.ring + 1
         for name, length in (("seq_len", self.seq_len), ("key_len", self.key_len or 1)):
             padded = Layout(self.layout, length, self.ring, self.ulysses).padded_length
             if padded > most:
-                raise ValueError(
+                yield (
                     f"{name}={length}: JAX counts positions in 32 bits, at most {most} tokens, and with padding these "
                     f"are {padded}"
                 )
 
-    def __copy__(self) -> "Plan":
+    def __deepcopy__(self, memo: Any = None) -> "Plan":
         return self  # a value
 
-    def __deepcopy__(self, memo: Any) -> "Plan":
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Axes belong to their process: a plan on a mesh is pickled without them, and with the documents it dealt out.
+        """A plan is pickled with the documents that it dealt out, but without its axes, which belong to their process.
 
-        `for_docs` binds it to the axes of another plan.
+        `for_docs` binds it to the axes of another plan. Nor is its report pickled.
         """
-        given = {name: getattr(self, name) for name in fields(self)}
+        given = {name: getattr(self, name) for name in fields(self)} | {"report": no_report}
         if self.axes.here and self.framework == "jax":
             raise TypeError(f"a plan on a JAX mesh cannot be pickled ({self}): make the plan on every rank")
         if self.axes.here and self.ring * self.ulysses > 1:
             given["axes"] = Ranks(None, None, self.framework, self.device, here=False)
-        if self.layout == "balanced" and self.docs is not None:
+        if MAKERS[self.layout].by_work and self.docs is not None:
             _ = self.tokens.dealt  # now, in a loader's worker, not later in the process that trains
         return partial(Plan, **given), (), {"tokens": self.tokens}
 
@@ -189,17 +161,15 @@ class Plan(Value):
     @property
     def agreed(self) -> set[Any]:
         """The kinds of calls of this plan that all ranks agreed on."""
-        return kept_for(self.without_docs, self.axes.agreed)
+        plans, plan = self.axes.agreed, self.without_docs
+        if plan not in plans and len(plans) == MAX_PLANS:
+            plans.clear()
+        return plans.setdefault(plan, set())
 
     @cached_property
     def without_docs(self) -> "Plan":
         """The plan without the documents that it lays out, which are others in every batch."""
         return self if self.docs is None else self.replace(docs=None)
-
-    @property
-    def kept(self) -> dict[str, Any]:
-        """Other values that a framework caches for the ranks."""
-        return self.axes.kept
 
     @cached_property
     def tokens(self) -> Layout:
@@ -260,14 +230,11 @@ class Plan(Value):
         """Whether a call exchanges heads (Ulysses) or gathers keys, so that it can run in groups of heads."""
         return self.ulysses > 1 or (self.strategy == "gather" and self.ring > 1)
 
-    @property
-    def hides_groups(self) -> bool:
-        """Whether the exchange of one group of heads overlaps with another: in JAX only the TPU's compiler does it."""
-        return self.framework == "torch" or self.device == "tpu"
-
     def exchanged(self, shape: Shape) -> int:
-        """The bytes a rank sends forward that no step hides."""
-        return exchanged(shape, self.ring, self.ulysses, self.strategy, (self.local_len, self.keys.local_len))
+        """The bytes a rank sends forward that no step hides: Ulysses' exchanges both ways, and gathered keys."""
+        queries, keys = of_heads(shape, self.ulysses, (self.local_len, self.keys.local_len))
+        swapped = (queries + keys) * (self.ulysses - 1) // self.ulysses
+        return swapped + (self.ring - 1) * keys * (self.strategy == "gather")
 
     @property
     def link(self) -> Link:
@@ -275,20 +242,29 @@ class Plan(Value):
         return self.machine.between if (self.transport.hosts or 1) > 1 else self.machine.inside
 
     def groups_for(self, shape: Shape) -> int:
-        """The number of groups of heads in which a call's exchanges run."""
+        """In how many groups of heads a call's exchanges run, so that one travels while another is computed.
+
+        Each group costs launches, and smaller groups fill a GPU less well.
+        """
         if self.transport.groups is not None:
             return self.transport.groups
-        if not self.hides_groups:
+        if self.framework == "jax" and self.device != "tpu":  # whose compiler alone overlaps one group with another
             return 1
-        heads = heads_of_group(shape.heads, shape.kv_heads, self.ulysses, 1)
+        heads, ranks = heads_of_group(shape.heads, shape.kv_heads, self.ulysses, 1), self.ring * self.ulysses
         possible = [n for n in range(1, MAX_GROUPS + 1) if may_group(n, *heads, self.ring)]
         link = self.link if self.strategy == "gather" else self.machine.inside
         sent = self.exchanged(shape if heads[1] > 1 else replace(shape, kv_heads=0))  # one travels at once
-        return groups_of(shape, sent, self.ring * self.ulysses, possible, self.machine, link)
+        flops = shape.flops_a_pair * shape.seq_len * shape.key_len / 2 / ranks
+        more = link.seconds(0, MESSAGES_A_GROUP) + WORK_A_GROUP * flops / self.machine.flops(shape.itemsize, ranks)
+        return min(possible, key=lambda n: link.seconds(sent, senders=ranks) / n + n * more)
 
-    def blocks_at_once(self, nbytes: int) -> int:
-        """As much as how many blocks, of that many bytes, a step of the direct route brings."""
-        return self.transport.together or self.machine.blocks_at_once(nbytes)
+    def together(self, shape: Shape, back: bool) -> int:
+        """As much as how many blocks a step brings: fewer in backward, unless gradients have the dtype of keys."""
+        groups = self.groups_for(shape) if self.swaps else 1
+        _, kv_heads = heads_of_group(shape.heads, shape.kv_heads, self.ulysses, groups)
+        times = 4 if back and self.transport.grads != "input" else 1  # of keys' memory, with float32 gradients
+        block = times * shape.kv_bytes(self.keys.tokens.shard_len, kv_heads)
+        return min(self.transport.together or self.machine.blocks_at_once(block), self.ring // self.hosts)
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""
@@ -302,15 +278,12 @@ class Plan(Value):
         A balanced plan gives every ring rank equally many tokens and nearly equal work, in a few ranges: short
         documents lie whole on one rank, long ones on a few. Each batch has its own plan; all ranks make the same one.
 
-        Any other plan cuts each document over all ranks, in its layout.
-        This is how ring-flash-attn's varlen functions and Transformer Engine's THD format lay out tokens: of n ranks,
-        rank r holds block r of each document (layout="contiguous"), or of 2 * n blocks of it r and 2 * n - 1 - r
-        (layout="zigzag"). n counts Ulysses ranks too, with consecutive ones in each ring rank; so a sequence that is
-        one document lies in zigzag over Ulysses ranks. Each document has a multiple of n tokens (2 * n in zigzag), and
-        linear attention refuses such a plan.
+        Any other plan cuts each document over all n ranks, Ulysses ranks too, as ring-flash-attn's varlen functions and
+        Transformer Engine's THD format do: rank r holds block r of it (layout="contiguous"), or of 2 * n blocks r and
+        2 * n - 1 - r (layout="zigzag"). Each document has a multiple of n tokens (2 * n in zigzag), and linear
+        attention refuses such a plan.
 
         For torch; caches refuse both plans. Pass the documents to attention too, where tokens see only their own one.
-
         A loader's worker can do this ahead: the result can be pickled, without process groups. `plan.for_docs(result)`
         binds it to the ranks of this plan.
         """
@@ -322,7 +295,7 @@ class Plan(Value):
             return made
         if not isinstance(docs, Docs):
             raise ValueError(f"docs is of type {type(docs).__name__}; pass Docs.from_lengths([...])")
-        raise_if(self._docs_problem())
+        raise_if(next(self._docs_problems(), None))
         return self.replace(seq_len=docs.length, key_len=None, docs=docs.first or docs)
 
     # The functions that need a framework are in ringattn.torch and ringattn.jax, under the same names.
@@ -330,9 +303,8 @@ class Plan(Value):
     def shard(self, x: Any, dim: int = 1, *, compare: bool = True) -> Any:
         """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if necessary.
 
-        The result is always a copy. In torch, the calls that follow compare checksums of integers (token ids, labels)
-        between ranks, over NCCL in the first step alone, and raise an error if a sampler gives the ranks different
-        sequences. `compare=False` disables that.
+        The result is always a copy. In torch ranks compare checksums of integers (token ids, labels), over NCCL in the
+        first step alone, and raise an error if a sampler gives them different sequences. `compare=False` disables that.
         """
         return self._sharding.shard(x, self, dim, compare)
 
@@ -346,8 +318,7 @@ class Plan(Value):
         Position p gets position p - shift, so shift=-1 gives every token its successor: labels, or the targets of
         multi-token prediction. Nothing wraps around or crosses documents: such positions get `fill`, by default -100
         for integers (the result of unsigned ones is signed) and 0 otherwise. In torch only the tokens that change ranks
-        are sent, once (twice if both the ring and the Ulysses rank change): one token per segment for shift=-1, all of
-        them in the striped layout. JAX takes the array that `shard` made, and gathers it.
+        are sent; JAX takes the array that `shard` made, and gathers it.
         """
         return self._sharding.roll(x, self, shift, dim, docs, fill)
 
@@ -355,9 +326,7 @@ class Plan(Value):
         """The global positions of this rank's tokens, for RoPE and position embeddings; padding repeats the last one.
 
         In trees, of `docs` or of those that the plan lays out, they are depths along branches: [T], or [rows, T] where
-        the rows' trees differ. No other documents change positions.
-
-        So they do not tell padding from tokens: mask a loss with `real_tokens()`, as all positions are below `seq_len`.
+        the rows' trees differ. As all are below `seq_len`, mask a loss with `real_tokens()`.
         """
         return self._sharding.positions(self, self.docs if docs is None else docs)
 
@@ -371,9 +340,8 @@ class Plan(Value):
 
     def explain(self, json: bool = False) -> str:
         """Why this plan was chosen, the candidates with what they take, and which kernel runs; or all as JSON."""
-        if json:
-            return dumps({"plan": str(self), **self.report.data, "lines": self.report.lines}, indent=1)
-        return "\n".join(self.report.lines or [str(self)])
+        lines, data = self.report()
+        return dumps({"plan": str(self), **data, "lines": lines}, indent=1) if json else "\n".join(lines or [str(self)])
 
     def __str__(self) -> str:
         keys = f" (keys {self.key_len})" if self.key_len not in (None, self.seq_len) else ""
@@ -384,10 +352,3 @@ class Plan(Value):
             f"layout {self.layout}{' of each document' * self.tokens.by_document}, kernel {self.kernel}, "
             f"{self.local_len} tokens a rank"
         )
-
-
-def kept_for(plan: Plan, sets: dict[Any, set[Any]]) -> set[Any]:
-    """The set of a plan; at 256 plans all sets are cleared."""
-    if plan not in sets and len(sets) == 256:
-        sets.clear()
-    return sets.setdefault(plan, set())

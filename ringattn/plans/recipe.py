@@ -1,10 +1,10 @@
-"""The recipe of a call: all that one rank decides before anything moves or computes. Plain Python; print it.
+"""The recipe of a call: all that one rank decides before anything moves or computes. Plain Python.
 
 It depends on the plan, the spec, the documents and the shapes, never on the numbers in tensors. A framework carries it
 out, step by step. `spmd.py` has that of JAX, where all ranks run one program.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -22,7 +22,7 @@ from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.plans.plan import Plan
-from ringattn.steps.rank import Phase, Queries, Step, joined, places, steps_of
+from ringattn.steps.rank import Phase, Queries, Step, places, steps_of
 
 HALVES_FROM = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
 SIDE_STREAM_UP_TO = 32768  # queries of a rank: steps of more run in turn, as a second stream has its own memory
@@ -134,20 +134,19 @@ class Recipe:
 
     @cached_property
     def forward(self) -> Pass:
-        steps = self.steps(1)
+        steps = self.steps()
         kernel = self.kernel(steps)
-        return Pass(self.disjoint(steps, kernel, work=1, sent=1, visits=4), kernel)
+        return Pass(self.disjoint(steps, kernel), kernel)
 
     @cached_property
     def backward(self) -> Pass:
-        """If float32 gradients travel, a step brings fewer blocks."""
-        steps = self.steps(self.room)
+        steps = self.steps(back=True)
         kernel = self.kernel(steps, backward=True)
         separable = self.gathers or kernel.load().separable
         if self.keeps:
             steps = self.forward.steps
         elif not separable and self.plan.tokens.shard_len <= SIDE_STREAM_UP_TO:
-            steps = self.disjoint(steps, kernel, work=2.5, sent=2 if self.low_precision else 3, visits=8)
+            steps = self.disjoint(steps, kernel)
         phases = (list(of_phase) for _, of_phase in groupby(steps, key=lambda step: id(step.phase)))
         return Pass(tuple(step for of_phase in phases for step in self.in_backward(of_phase, separable)), kernel)
 
@@ -162,53 +161,42 @@ class Recipe:
             return False
         if not are_kept(self.plan.tokens.shard_len, reads_of(self.mask).arriving):
             return False
-        steps = self.steps(self.room)
+        steps = self.steps(back=True)
         kernels = self.forward.kernel.load(), self.kernel(steps, backward=True).load()
         if not all(kernel.disjoint and not kernel.separable for kernel in kernels):
             return False
-        return all(len(each) == 2 and each[0].phase is each[1].phase for each in (self.forward.steps, steps))
+        return in_two(self.forward.steps) and in_two(steps)
 
-    @property
-    def room(self) -> int:
-        """How many times the memory of its keys and values a block takes in backward, with its gradients."""
-        return 1 if self.low_precision else 4
-
-    def steps(self, times: int) -> tuple[Step, ...]:
-        """The steps of a pass in which a block takes so many times the memory of its keys and values."""
+    def steps(self, back: bool = False) -> tuple[Step, ...]:
+        """The steps of a pass: backward's bring fewer blocks if float32 gradients travel."""
         plan, layout = self.plan, self.plan.keys.tokens
         visible = self.visible or Visible(self.mask, self.rank)
         if self.gathers:
             everything = range(layout.padded_length)
             phase = Phase(0, (everything,), None, None)
             return (Step(phase, tuple(range(plan.ring)), ((self.rank, (everything,)),), visible=visible),)
-        together = plan.blocks_at_once(times * self.shape.kv_bytes(layout.shard_len, self.heads[1]))
-        table = table_of(self.mask, plan.hosts, together)
+        table = table_of(self.mask, plan.hosts, plan.together(self.shape, back))
         return steps_of(table, reads_of(self.mask).shards, self.rank, visible)
 
-    def disjoint(
-        self, steps: tuple[Step, ...], kernel: Kernel, work: float, sent: float, visits: float
-    ) -> tuple[Step, ...]:
+    def disjoint(self, steps: tuple[Step, ...], kernel: Kernel) -> tuple[Step, ...]:
         """The same, or two steps of which no query has keys in both, if the kernel prefers that.
 
         Queries that see keys which arrive get local keys beside these, and the first step leaves them out. Then no
-        partials merge, and a piece of a document sees its keys in one range. But what is left for the first step may
-        take less time than what travels: `work` forward passes of it, and `sent` times the keys that arrive. To visit
-        queries again takes as long as to read their partials `visits` times, as measured.
+        partials merge, and a piece of a document sees its keys in one range.
         """
-        visible = self.visible or Visible(self.mask, self.rank)
-        if not (self.in_two_steps(steps) and kernel.load().disjoint and visible.is_plain):
+        visible: Visible = steps[0].visible
+        if not (self.mostly_local and in_two(steps) and kernel.load().disjoint and visible.is_plain):
             return steps
         local, remote = steps
+        if not all(step.blocks for step in steps) or local.keys[0].step > 1:
+            return steps
         see, (begin, end) = visible.see(remote.keys)[0], visible.seen[0]
         if not see.any():
             return steps
         local_keys = covered(*to_local(local.keys, begin[0, see], end[0, see]), local.keys)
         first = replace(local, queries=Queries(remote.keys, False))
         last = remote.beside(local_keys, self.rank, local.keys)
-        if not (are_sequences(first.where) and are_sequences(last.where)):
-            return steps
-        waiting = sent * self.seconds_of_keys(remote) - work * self.seconds_of_work(first)
-        return (first, last) if waiting <= visits * self.seconds_of_partials else steps
+        return (first, last) if are_sequences(first.where) and are_sequences(last.where) else steps
 
     @property
     def mostly_local(self) -> bool:
@@ -216,44 +204,25 @@ class Recipe:
         shard = self.plan.tokens.shard_len
         return not self.gathers and see_mostly_local(self.mask.spec, self.mask.docs, self.shape.batch, shard)
 
-    def in_two_steps(self, steps: Sequence[Step]) -> bool:
-        """Whether queries see local keys in a first step, and all others in a second."""
-        if not (self.mostly_local and len(steps) == 2 and steps[0].phase is steps[1].phase):
-            return False
-        return all(step.blocks for step in steps) and all(r.step == 1 for r in steps[0].keys)
-
-    def seconds_of_keys(self, step: Step) -> float:
-        """How long the keys travel that a step brings."""
-        return step.length * self.shape.kv_bytes(1, self.heads[1]) / self.plan.link.bandwidth
-
-    def seconds_of_work(self, step: Step) -> float:
-        """How long a step computes forward."""
-        if step.where is None:
-            return 0.0
-        begin, end = step.where.host
-        flops = 2 * self.heads[0] * (self.shape.head_dim + self.shape.value_dim)
-        return flops * int(np.maximum(end - begin, 0).sum()) / self.plan.machine.flops(self.shape.itemsize, 1)
-
-    @property
-    def seconds_of_partials(self) -> float:
-        """How long this rank takes to read a partial of each of its queries from memory."""
-        return 4 * (self.rows or 0) * self.shape.value_dim / self.plan.machine.bandwidth
-
     def in_backward(self, steps: Sequence[Step], separable: bool) -> tuple[Step, ...]:
-        """A phase's steps in their order; the halves of home have half of the heads each."""
-        home, *others = steps
-        if home.queries:  # the other step runs beside it, or before it
-            in_turn = self.keeps and self.plan.tokens.shard_len > SIDE_STREAM_UP_TO
-            return (replace(others[0], side=False), home) if in_turn else tuple(steps)
+        """A phase's steps, with the local one, which needs no transfer, where it hides most.
+
+        It is first and hides the first hop if the kernel computes some gradients without the others. With other kernels
+        it is last and hides the last gradients; if that is worth another launch, half of its heads are first and the
+        other half last.
+        """
+        local, *others = steps
+        if local.queries and self.keeps and self.plan.tokens.shard_len > SIDE_STREAM_UP_TO:
+            return replace(others[0], side=False), local
+        if local.queries or separable or not others:  # the other step runs beside it, or after it
+            return tuple(steps)
         heads, kv_heads = self.heads
         half = kv_heads // 2
-        halves = self.plan.tokens.shard_len >= HALVES_FROM and bool(half and home.where) and not self.keeps
-        order = backward_order(home, others, separable, halves)
-        if len(order) > len(steps):
-            middle = half * (heads // kv_heads)
-            order[0] = replace(home, heads=(slice(middle), slice(half)))
-            order[-1] = replace(home, heads=(slice(middle, None), slice(half, None)))
-        return tuple(order)
+        if self.plan.tokens.shard_len < HALVES_FROM or not (half and local.where) or self.keeps:
+            return (*others, local)
+        middle = half * (heads // kv_heads)
+        first = replace(local, heads=(slice(middle), slice(half)))
+        return (first, *others, replace(local, heads=(slice(middle, None), slice(half, None))))
 
     def kernel(self, steps: Sequence[Step], backward: bool = False) -> Kernel:
         """The kernel for all steps. Some need steps that are few rectangles.
@@ -291,60 +260,22 @@ class Recipe:
         Some kernels run rectangles only, and whether a rank's steps are few rectangles depends on the rank. Every rank
         can make the steps of all ranks, and does so only if the choice of the kernel depends on them.
         """
-        why = self.reason(rectangles=False)
-        if why is None:
-            return None
-        if alike := self.reason(rectangles=True):
-            return alike
-        ranks = (replace(self, rank=rank, visible=None) for rank in range(self.plan.ring))
-        wrong = ", ".join(str(each.rank) for each in ranks if not each.few_rectangles)
-        return NotImplementedError(f"{why} (the steps of ring rank {wrong} are not few rectangles)") if wrong else None
-
-    def reason(self, rectangles: bool) -> NotImplementedError | None:
-        try:
-            self.selected(rectangles)
-        except NotImplementedError as error:
-            return error
+        for rectangles in (True, False):
+            try:
+                self.selected(rectangles)
+            except NotImplementedError as error:
+                if rectangles:
+                    return error
+                ranks = (replace(self, rank=rank, visible=None) for rank in range(self.plan.ring))
+                wrong = ", ".join(str(each.rank) for each in ranks if not each.few_rectangles)
+                text = f"{error} (the steps of ring rank {wrong} are not few rectangles)"
+                return NotImplementedError(text) if wrong else None
         return None
 
     @property
     def few_rectangles(self) -> bool:
         """Whether every step of both passes is few rectangles."""
-        passes = (1, self.room) if self.gradients else (1,)
-        return all(are_rectangles(self.steps(times)) for times in passes)
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-    @property
-    def wide(self) -> str:
-        """The dtype of sums."""
-        return "float64" if self.dtype == "float64" else "float32"
-
-    def head(self, who: str) -> Iterator[str]:
-        """The call, in whole."""
-        shape, mask = self.shape, self.mask
-        groups = f" in {self.groups} groups, one of which travels while another is computed" * (self.groups > 1)
-        heads = f"{shape.heads} query and {shape.kv_heads} key heads of {shape.head_dim}, values of {shape.value_dim}"
-        docs = "no documents" if mask.among is None else "any documents, which are arguments of the program"
-        yield f"{self.plan}"
-        yield f"  {mask.spec}; {docs if mask.docs is None else mask.docs}"
-        yield f"  {who}: batch {shape.batch}, {heads}, {self.dtype} on {self.device}{groups}"
-
-    def lines(self) -> Iterator[str]:
-        yield from self.head(f"ring rank {self.rank}")
-        grads = self.dtype if self.low_precision else self.wide
-        passes = [("forward", self.forward, f"keys and values travel in {self.dtype}")]
-        if self.gradients:
-            what = "the same" if not self.keeps else "those of forward are kept"
-            passes.append(("backward", self.backward, f"{what}, and their gradients in {grads}"))
-        for name, pass_, what in passes:
-            travels = f"; {what}" * (pass_.single is None or self.gathers)
-            yield f"{name}: kernel {pass_.kernel.name}{travels}"
-            for i, step in enumerate(pass_.steps, start=1):
-                yield f"  step {i}: {line_of(step)}"
-                if (i == len(pass_.steps) or pass_.steps[i].phase is not step.phase) and step.phase.onward:
-                    yield f"  then: {amount(step.phase.onward.send)} go {step.phase.onward.shift} ranks on"
+        return all(are_rectangles(self.steps(back)) for back in (False, True)[: 1 + self.gradients])
 
 
 def see_mostly_local(spec: AttentionSpec, docs: Docs | None, batch: int, shard: int) -> bool:
@@ -360,16 +291,9 @@ def are_kept(held: int, arriving: int) -> bool:
     return held <= SIDE_STREAM_UP_TO or arriving < held
 
 
-def backward_order(home: Any, others: Sequence[Any], separable: bool, halves: bool) -> list[Any]:
-    """The order of a round's steps: where to put home, the step that needs no transfer, so that it hides most.
-
-    With kernels that compute some gradients without the others home is first and hides the first hop. With others it is
-    last and hides the last gradients; if that is worth another launch, half of home's heads are first and the other
-    half last.
-    """
-    if separable:
-        return [home, *others]
-    return [home, *others, home] if halves and others else [*others, home]
+def in_two(steps: Sequence[Step]) -> bool:
+    """Whether there is a step with local keys and one with all others."""
+    return len(steps) == 2 and steps[0].phase is steps[1].phase
 
 
 def are_sequences(where: Any) -> bool:
@@ -407,27 +331,3 @@ def kind_of(
     pairs = int(work_of(spec, *lengths, docs, key_docs).below(lengths[0]))
     count = 1 if docs is None else len(docs.starts)
     return "long" if pairs >= LONG_MASK * lengths[0] * count else "short"
-
-
-def amount(ranges: Sequence[range]) -> str:
-    return f"{sum(map(len, ranges))} tokens"
-
-
-def line_of(step: Step) -> str:
-    """What is here in a step, and what others read meanwhile."""
-    texts = [f"keys {in_words(step.keys)}" if step.blocks else "no work"]
-    if step.heads:
-        texts[0] = f"query heads {step.heads[0].start or 0} to {step.heads[0].stop or 'the last'}, " + texts[0]
-    if step.queries:
-        texts[0] += f", of queries that see {'some' if step.queries.see else 'none'} of those that arrive"
-    if step.receive:
-        texts.append(f"from {', '.join(f'rank {rank}' for rank in step.receive)}")
-    texts += [f"rank {to} reads {in_words(ranges)} of block {step.phase.block}" for to, ranges in step.send.items()]
-    return "; ".join(texts)
-
-
-def in_words(shard: Sequence[range], most: int = 4) -> str:
-    """Ranges as people read them."""
-    ranges = joined(shard)
-    each = [f"[{r.start}, {r.stop}){f' by {r.step}' * (r.step > 1)}" for r in ranges[:most]]
-    return " ".join(each) + f" and {len(ranges) - most} more" * (len(ranges) > most)

@@ -1,15 +1,15 @@
 """The segments of the sequence that ranks hold, the order in which a state passes them, and how it travels.
 
-Plain Python, the same for all frameworks. Where segments are equally long, the fastest of three ways is used, by
-predicted time; in the balanced layout maps of segments go to the ranks that continue their documents:
+Plain Python, the same for all frameworks. In the balanced layout maps of segments go to the ranks that continue their
+documents. Where segments are equally long, the fastest of three ways is used, by predicted time:
 
     gather     every rank gets every segment's map of the state, and composes those before its own
     ring       the state travels from rank to rank, and each carries it across its own segment
     pipeline   like ring, with the state cut along the value dim, so that many ranks work at once
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from ringattn.layouts.layout import MAKERS, Shard
 from ringattn.masks.spec import raise_if
@@ -62,12 +62,9 @@ def layouts(ring: int, ulysses: int) -> dict[str, tuple[str, ...]]:
 
 
 def segments(plan: Plan) -> int:
-    """How many segments a rank holds; an even number of Ulysses ranks parts the two of a zigzag shard.
-
-    In the balanced layout they are of any length, and this is the most that a rank holds.
-    """
+    """How many segments a rank holds, at most; an even number of Ulysses ranks parts the two of a zigzag shard."""
     raise_if(segments_problem(plan))
-    return 1 if on_one_rank(plan) else max(map(len, pieces(plan))) if uneven(plan) else plan.tokens.segments
+    return 1 if on_one_rank(plan) else max(map(len, pieces(plan)))
 
 
 def on_one_rank(plan: Plan) -> bool:
@@ -86,22 +83,18 @@ def pieces(plan: Plan) -> list[Shard]:
     layout, places = plan.tokens, [(r, u) for r in range(plan.ring) for u in range(plan.ulysses)]
     if layout.many:
         return [layout.held(r, u) for r, u in places]
-    return [tuple(tokens for (tokens,) in layout.parts(r, u, segments(plan))) for r, u in places]
+    return [tuple(tokens for (tokens,) in layout.parts(r, u, layout.segments)) for r, u in places]
 
 
 @lru_cache(maxsize=64)
 def order(plan: Plan) -> list[Place]:
     """Every segment of every rank, in the order of the sequence."""
-    starts = {
-        (*divmod(rank, plan.ulysses), p): tokens.start
-        for rank, each in enumerate(pieces(plan))
-        for p, tokens in enumerate(each)
-    }
-    return sorted(starts, key=lambda at: starts[at])
+    starts = ((r.start, (*divmod(rank, plan.ulysses), p)) for rank, each in enumerate(pieces(plan))
+              for p, r in enumerate(each))  # fmt: skip
+    return [place for _, place in sorted(starts)]
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """How states travel; the value dim is cut into `pieces`."""
 
     name: str
@@ -116,13 +109,13 @@ def choose(plan: Plan, requested: str, columns: int, value_dim: int, factor: int
     """
     if not passes(plan):
         return Way("gather")
-    link, ranks, state = plan.link, plan.ring * plan.ulysses, columns * value_dim
+    link, ranks = plan.link, plan.ring * plan.ulysses
     maps = passes(plan) * columns * (factor + value_dim)  # bytes of a rank's maps
 
     def seconds(way: Way) -> float:
         if way.name == "gather":
-            return float(link.latency + link.transfer((ranks - 1) * maps, ranks))
-        hop = float(link.latency + link.transfer(state / way.pieces, way.pieces))
+            return float(link.seconds((ranks - 1) * maps, 1, ranks))
+        hop = float(link.seconds(columns * value_dim / way.pieces, 1, way.pieces))
         return passes(plan) * (plan.ring - 1 + way.pieces - 1) * hop
 
     cuts = [n for n in (2, 4, 8, 16, 32) if value_dim % n == 0] or [1]

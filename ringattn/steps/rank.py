@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringattn.layouts.dealing import joined
 from ringattn.layouts.layout import Shard, count_below, part_of
 from ringattn.steps.table import Ranges, Table, Transfers
 
@@ -94,10 +95,7 @@ class Step:
 
     @cached_property
     def returned(self) -> tuple[tuple[int, int, Ranges, Ranges], ...]:
-        """Of each rank that receives keys: how many rows of gradients it returns, their ranges, and those in the block.
-
-        The latter are joined where they touch.
-        """
+        """Of each rank that receives keys: how many rows it returns, their ranges, and those in the block."""
         of_rank = ((rank, sum(map(len, rows)), rows) for rank, rows in self.send.items())
         return tuple((rank, n, places([(r,) for r in rows]), joined(rows)) for rank, n, rows in of_rank)
 
@@ -140,9 +138,8 @@ def reading(
         source = rank // size * size + block % size
         sent = table.sends(number, source)
         parts += [(source, part_of(shards[block], slice(r.start, r.stop))) for r in sent[rank]]
-        after[source] = tuple(
-            sum(map(len, each)) for each in takewhile(sent[rank].__ne__, dict.fromkeys(sent.values()))
-        )
+        others = takewhile(sent[rank].__ne__, dict.fromkeys(sent.values()))
+        after[source] = tuple(sum(map(len, each)) for each in others)
     in_order, at = placed(parts)
     receive = {source: Places(at[source], before) for source, before in after.items()}
     send = {reader: within(phase.held, ranges) for reader, ranges in table.sends(number, rank).items()}
@@ -199,18 +196,5 @@ def places(parts: Sequence[Shard]) -> Ranges:
 
 def within(held: Ranges, ranges: Ranges) -> Ranges:
     """Where these ranges, each of which is in one of `held`, lie among all tokens of `held`."""
-    among, before, i = [], 0, 0
-    for r in ranges:
-        while held[i].stop < r.stop:
-            before, i = before + len(held[i]), i + 1
-        at = before + r.start - held[i].start
-        among.append(range(at, at + len(r)))
-    return tuple(among)
-
-
-def joined(ranges: Sequence[range]) -> Ranges:
-    """Ranges, of which those that touch are one."""
-    joined: list[range] = []
-    for r in ranges:
-        joined.append(range(joined.pop().start, r.stop) if joined and joined[-1].stop == r.start and r.step == 1 else r)
-    return tuple(joined)
+    first = count_below(held, np.array([r.start for r in ranges])).tolist() if ranges else ()
+    return tuple(range(at, at + len(r)) for at, r in zip(first, ranges, strict=True))

@@ -1,12 +1,10 @@
 """What each rank of a ring reads of each block, counted from bands and ranges alone.
 
 Block b holds the tokens of ring rank b. What is read of it are ranges of its local indices, one row each.
-
-Plain numpy: print it, test it, no device needed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -32,7 +30,6 @@ class Reads:
     begin: np.ndarray
     end: np.ndarray
     shards: Sequence[Shard] = ()  # the positions of every block
-    made: dict[Any, Any] = field(default_factory=dict, repr=False)  # the tables of this
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -41,20 +38,9 @@ class Reads:
         return np.bincount(cell, self.end - self.begin, ring**2).astype(np.int64).reshape(ring, ring)
 
     @cached_property
-    def needed(self) -> np.ndarray:
-        """[reader, block]: whether a rank reads any of a block."""
-        return self.tokens > 0
-
-    @cached_property
     def arriving(self) -> int:
         """The most tokens that a rank reads of other ranks' blocks."""
         return int((self.tokens.sum(1) - self.tokens.diagonal()).max())
-
-
-def whole_blocks(needed: np.ndarray, length: int, shards: Sequence[Shard] = ()) -> Reads:
-    """`needed[reader, block]`: all of a block is read, or nothing."""
-    reader, block = np.nonzero(needed)
-    return Reads(len(needed), length, reader, block, 0 * reader, 0 * reader + length, shards)
 
 
 class AllRanges(NamedTuple):
@@ -70,8 +56,8 @@ class AllRanges(NamedTuple):
         """The ranges of some of the shards, which are numbered anew."""
         number = np.full(self.owners.max() + 1, -1)
         number[owners] = np.arange(len(owners))
-        own = number[self.owners]
-        return AllRanges(*(x[own >= 0] for x in (self.starts, self.stops, self.steps, own, self.offsets)))
+        owner = number[self.owners]
+        return AllRanges(*(x[owner >= 0] for x in (self.starts, self.stops, self.steps, owner, self.offsets)))
 
 
 def all_ranges(shards: Sequence[Shard]) -> AllRanges:
@@ -93,20 +79,19 @@ def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard]) -> Reads
 
     What is read of a block is cut where ranges of its shard end: other blocks may lie between them.
     """
-    asking, shown = all_ranges(queries), all_ranges(keys)
-    length = sum(map(len, keys[0]))
-    if shown.steps[0] > 1:  # stripes: those that are seen at all are seen nearly whole
-        reader, which, *_ = cells(folded(keys_seen(bands, asking), len(keys)), shown)
-        blocks = np.zeros((len(keys), len(keys)), bool)
-        blocks[reader, shown.owners[which]] = True
-        return whole_blocks(blocks, length, keys)
-    reader, which, begin, end = cells(union(*keys_seen(bands, asking)), shown)
-    shift = (shown.offsets - shown.starts)[which]
-    low = shown.offsets[which]
-    high = low + (shown.stops - shown.starts)[which]
-    cell = reader * len(keys) + shown.owners[which]
-    cell, begin, end = grained(length, cell, begin + shift, end + shift, low, high)
-    return Reads(len(keys), length, *np.divmod(cell, len(keys)), begin, end, keys)
+    blocks, length, ring = all_ranges(keys), sum(map(len, keys[0])), len(keys)
+    reader, begin, end = keys_seen(bands, all_ranges(queries))
+    if blocks.steps[0] > 1:  # stripes: those that are seen at all are seen nearly whole
+        some = np.zeros((ring, ring), bool)
+        np.logical_or.at(some, reader, (np.arange(ring) - begin[:, None]) % ring < (end - begin)[:, None])
+        reader, block = np.nonzero(some)
+        return Reads(ring, length, reader, block, 0 * block, 0 * block + length, keys)
+    reader, begin, end = union(reader, begin, end)
+    at, which, begin, last = overlaps(blocks, begin, end)
+    low, first = blocks.offsets[which], blocks.starts[which]
+    cell, high, shift = reader[at] * ring + blocks.owners[which], low + blocks.stops[which] - first, low - first
+    cell, begin, end = grained(length, cell, begin + shift, last + 1 + shift, low, high)
+    return Reads(ring, length, *np.divmod(cell, ring), begin, end, keys)
 
 
 def grained(length: int, cell: np.ndarray, begin: np.ndarray, end: np.ndarray, low: Any, high: Any) -> Seen:
@@ -164,18 +149,3 @@ def union(reader: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Seen:
     edges = np.append(np.flatnonzero(np.append(True, begin[1:] > reach[:-1])), len(begin))
     reader = begin[edges[:-1]] // apart
     return reader, begin[edges[:-1]] - reader * apart, reach[edges[1:] - 1] - reader * apart
-
-
-def folded(intervals: Seen, lap: int) -> Seen:
-    """Of intervals, those in the first lap that meet the same stripes."""
-    reader, begin, end = intervals
-    begin, end = begin % lap, begin % lap + np.minimum(end - begin, lap)
-    over = end > lap
-    both = np.append(reader, reader[over]), np.append(begin, 0 * begin[over]), np.append(end, end[over] - lap)
-    return union(both[0], both[1], np.minimum(both[2], lap))
-
-
-def cells(intervals: Seen, held: AllRanges) -> tuple[np.ndarray, ...]:
-    """(reader, range, begin, end): each interval that is seen in every range that it overlaps."""
-    at, which, first, last = overlaps(held, *intervals[1:])
-    return intervals[0][at], which, first, last + 1

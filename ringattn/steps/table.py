@@ -9,13 +9,11 @@ values of rank b. Two facts describe a pass over the ring:
 
 Between hosts a block hops: it moves to the rank with the same place on another host, which then holds it. Ranks of one
 host read the blocks that are held there from each other, for one step. The steps while the same blocks are held are a
-phase. On one host there is one phase, and every block is read from its owner; with one rank a host there are only hops.
-In a phase a host may have fewer steps than others: the last ones are empty.
+phase. On one host there is one phase; with one rank a host there are only hops. In a phase a host may have fewer steps
+than others: the last ones are empty.
 
-In backward gradients of what was read return to the holder, and add up there. The sums of each token move on with it,
-and go home from its last holder.
-
-Plain numpy: print it, test it, no device needed.
+In backward gradients of what was read return to the holder after the step, to add up there. When the phase is over, the
+sums of each token move on with it, or go home from its last holder.
 """
 
 from collections.abc import Callable
@@ -78,30 +76,6 @@ class Table:
         return self.ring // self.hosts
 
     @cached_property
-    def keys(self) -> Transfers:
-        return joined(self.reads, self.hops)
-
-    @cached_property
-    def gradients(self) -> tuple[Transfers, Transfers]:
-        """What travels in backward beside the same keys: gradients of what was read, and sums of what is held.
-
-        The former go back. The latter go on with their tokens when the phase is over, or home from the last holder.
-        """
-        read, on = self.reads, self.hops.some(self.hops.send_at > 0)  # the first hop has no sums yet
-        ends = self.after(read.needed_at)
-        back = read._replace(
-            send_at=read.needed_at + 1, needed_at=ends, source=read.destination, destination=read.source
-        )
-        return back, joined(on._replace(send_at=on.needed_at, needed_at=self.after(on.needed_at)), self.homes)
-
-    @cached_property
-    def sent(self) -> tuple[Row, Row]:
-        """[rank]: the tokens of keys, and of gradients, that each rank sends."""
-        both = self.keys, joined(*self.gradients)
-        keys, grads = (np.bincount(x.source, x.tokens, self.ring).astype(np.int64) for x in both)
-        return keys, grads
-
-    @cached_property
     def by_source(self) -> tuple[Row, Transfers]:
         """step * ring + source of each read, and the reads in this order, those to the nearest rank first."""
         rows = self.reads
@@ -119,13 +93,6 @@ class Table:
                 made[rank] = (*made.get(rank, ()), range(a, b))
             self.made[step, source] = made
         return self.made[step, source]
-
-    def phase(self, step: Row) -> Row:
-        return np.searchsorted(self.first, step, "right") - 1
-
-    def after(self, step: Row) -> Row:
-        """The first step of the next phase; `count` if there is none."""
-        return np.append(self.first, self.count)[self.phase(step) + 1]
 
 
 def build(reads: Reads, hosts: int = 1, together: int = 1) -> Table:

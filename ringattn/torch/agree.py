@@ -147,7 +147,7 @@ def note(x: Tensor, plan: Plan) -> None:
     """
     if torch.compiler.is_compiling() or plan.ring * plan.ulysses == 1 or not plain(x):
         return
-    noted: list[tuple[int, Tensor]] = plan.kept.setdefault("checksums", [])
+    noted: list[tuple[int, Tensor]] = plan.axes.kept.setdefault("checksums", [])
     if len(noted) <= MAX_CHECKSUMS and (watched(plan) or not plan.agreed):
         docs = 0 if plan.docs is None else zlib.crc32(plan.docs.encoded.tobytes())
         noted.append((threading.get_ident(), checksum(x) + docs))
@@ -178,7 +178,7 @@ def checksums(plan: Plan) -> list[int]:
 
     Waits for the device.
     """
-    noted, thread = plan.kept.get("checksums", []), threading.get_ident()
+    noted, thread = plan.axes.kept.get("checksums", []), threading.get_ident()
     mine = [int(x) for by, x in noted if by == thread]
     full = len(noted) > MAX_CHECKSUMS
     noted[:] = [] if full else [(by, x) for by, x in noted if by != thread]

@@ -251,7 +251,7 @@ def numbers_of_the_first(plan: Plan) -> Iterator[None]:
     Within another such block nothing changes: its numbers go on.
     """
     axes = plan.ulysses_axis, plan.ring_axis
-    if plan.ring * plan.ulysses == 1 or any(axis.by == "threads" for axis in axes) or plan.kept.get("alike"):
+    if plan.ring * plan.ulysses == 1 or any(axis.by == "threads" for axis in axes) or plan.axes.kept.get("alike"):
         yield
         return
     device = torch.device(plan.device)
@@ -261,10 +261,10 @@ def numbers_of_the_first(plan: Plan) -> Iterator[None]:
         state = axis.all_gather(state).wait()[:1]
     set_state = torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state
     set_state(state[0].view(torch.uint8).cpu())
-    plan.kept["alike"] = True
+    plan.axes.kept["alike"] = True
     try:
         yield
     finally:
-        plan.kept["alike"] = False
+        plan.axes.kept["alike"] = False
         if any(axis.rank for axis in axes):
             set_state(own)

@@ -14,7 +14,8 @@ from ringattn.comms.axis import Axis, Done, Pending
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import Rows
 from ringattn.kernels.total import Total
-from ringattn.steps.rank import Step, joined
+from ringattn.layouts.dealing import joined
+from ringattn.steps.rank import Step
 from ringattn.steps.table import Ranges
 from ringattn.torch.attention.steps import Score
 from ringattn.torch.attention.transfers import Side, Sums, copy_local, exchange_for, on, receive, send
