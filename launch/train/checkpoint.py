@@ -17,6 +17,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ringattn.comms import lost, messages
+from ringattn.comms import lost
 from ringattn.conf.schema import Train
 from ringattn.launch.train import data
 from ringattn.launch.train.metrics import echo
@@ -173,11 +174,11 @@ def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
     All ranks check together, each its share of the files; the list is rank 0's, which prints what it skips.
     """
     problems: list[ValueError] = []
-    names, rank, ranks = everyones([str(path) for path in paths], group)[0], 0, 1
+    names, rank, ranks = together(lambda: [str(path) for path in paths], group)[0], 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for path in map(Path, reversed(names)):
-        problem = next(filter(None, everyones(damage(path, rank, ranks), group)), None)
+        problem = next(filter(None, together(partial(damage, path, rank, ranks), group)), None)
         if problem is None:
             for skipped in problems if rank == 0 else ():
                 echo(f"{skipped}; goes on from an older one")
@@ -186,11 +187,6 @@ def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
     if problems:
         raise ValueError(f"{'; '.join(map(str, problems))}; name an older one (resume=PATH), or start another run=NAME")
     return None
-
-
-def everyones(value: Any, group: Any = None) -> list[Any]:
-    """What each rank has, in their order."""
-    return messages.gather(value, group) if dist.is_initialized() else [value]
 
 
 def about(config: Train, corpus: data.Corpus) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def together(action: Callable[[], Any], group: Any = None) -> list[Any]:
         result = action()
     except Exception as error:
         problem = f"{error}" or type(error).__name__
-    everyone = messages.gather([result, problem], group)
+    everyone = messages.gather([result, problem], group) if dist.is_initialized() else [[result, problem]]
     if problem := next((problem for _, problem in everyone if problem is not None), None):
         raise ValueError(problem)
     return [result for result, _ in everyone]

@@ -130,7 +130,7 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
 def loop(job: Job, stop: Stop) -> bool:
     """Steps until the last one, or until a rank gets a request to stop; returns whether one did."""
     config, memory, stopping = job.config, metrics.Memory(job.device), False
-    peak, flops = (metrics.peak_flops(job.device) or 0.0) * dist.get_world_size(), 0.0
+    peak = (metrics.peak_flops(job.device) or 0.0) * dist.get_world_size()
     progress = metrics.Progress(job.step, config.steps)
     memory.reset()
     while job.step < config.steps and not stopping:
@@ -142,12 +142,10 @@ def loop(job: Job, stop: Stop) -> bool:
         if not math.isfinite(loss):
             raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
         if job.rank0:
-            if peak:
-                flops = estimate.step_flops(config, job.decoder, job.samples, job.step - 1)
+            mfu = estimate.step_flops(config, job.decoder, job.samples, job.step - 1) / seconds / peak if peak else None
             row = job.log(
                 "step", job.step, loss=loss, norm=norm, lr=job.optimizer.param_groups[0]["lr"], seconds=seconds,
-                tokens_per_second=config.a_step * config.seq_len / seconds, memory_mib=memory.peak() / MIB,
-                mfu=flops / seconds / peak if peak else None,
+                tokens_per_second=config.a_step * config.seq_len / seconds, memory_mib=memory.peak() / MIB, mfu=mfu,
             )  # fmt: skip
             progress.show(row)
         job.checkpoints.finish(wait=False)
