@@ -47,7 +47,7 @@ def run(options: Options) -> int:
     some = sorted({*range(0, ranks, max(1, ranks // RANKS_SHOWN)), *slow.tolist()})
     played = play(*given, slow=options.slow, watched=range(ranks) if ranks <= WATCHED_LIMIT else some)
     hosts = -(-plan.ring * plan.ulysses // machine.gpus)
-    seconds, predicted = played.seconds, plan.report.data["candidates"][0]["seconds"]
+    seconds, predicted = played.seconds, plan.report()[1]["candidates"][0]["seconds"]
     print(f"{way_of(plan)}, {plan.layout}, {plan.seq_len} tokens, {hosts} hosts of {machine.gpus} ({machine.name})")
     print(f"simulated {seconds * 1e3:.4g} ms a layer, forward and backward; {played.worked / seconds:.1%} computing")
     print(f"predicted {predicted * 1e3:.4g} ms ({predicted / seconds - 1:+.1%})")
