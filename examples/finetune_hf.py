@@ -56,9 +56,6 @@ def main(name: str | None = None, text: str = __file__, seq_len: str = "2048", s
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & {*sys.argv}:
-        print(__doc__)
-    elif "RANK" not in os.environ:
+    if "RANK" not in os.environ:
         sys.exit(f"ranks are started by torchrun, as here:\n\n{__doc__}")
-    else:
-        main(*sys.argv[1:])
+    main(*sys.argv[1:])

@@ -4,13 +4,11 @@ make train ARGS="run=small save_every=40"
 torchrun --nproc-per-node 2 examples/generate.py runs/small "def main(" 200 0.7
 """
 
-import math
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,21 +22,12 @@ from ringattn.launch.train.parallelize import build
 from ringattn.models.nn import Attention, StreamingAttention
 
 
-def found(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    checkpoints = numbered(run / "checkpoints")
-    if not checkpoints:
+def load(run: Path, device: torch.device, max_len: int) -> Decoder:
+    """The newest checkpoint of a run that is as it was saved, whole on every rank, its attention made to stream."""
+    checkpoint = newest(numbered(run / "checkpoints"))
+    if checkpoint is None:
         sys.exit(f'{run} holds no checkpoint yet; make one: make train ARGS="run={run.name} save_every=40"')
-    return checkpoints
-
-
-def load(checkpoints: list[Path], device: torch.device, max_len: int) -> Decoder:
-    """The newest checkpoint that is as it was saved, whole on every rank, its attention made to stream."""
-    try:
-        checkpoint = newest(checkpoints)
-        state = read_state(checkpoint)
-    except ValueError as error:
-        sys.exit(str(error))
+    state = read_state(checkpoint)
     model = Model(**{f.name: state[f"model.{f.name}"] for f in fields(Model)})
     decoder = build(Train(model=model), device).eval()
     load_tensors(checkpoint, {name: weight.detach() for name, weight in decoder.named_parameters()})
@@ -49,7 +38,7 @@ def load(checkpoints: list[Path], device: torch.device, max_len: int) -> Decoder
 
 
 def logits(decoder: Decoder, tokens: Tensor, plan: ra.Plan | None = None) -> Tensor:
-    """The decoder, with attention that remembers what came before: of a prompt's chunk by `plan`, or of new tokens."""
+    """The decoder, with attention that remembers: of a prompt's chunk by `plan`, or of new tokens."""
     x = decoder.embed(tokens)
     for block in decoder.blocks:
         normed = block.attention_norm(x)
@@ -62,8 +51,8 @@ def logits(decoder: Decoder, tokens: Tensor, plan: ra.Plan | None = None) -> Ten
 def generate(decoder: Decoder, plan: ra.Plan, prompt: Tensor, count: int, warmth: float, chunk: int) -> Iterator[int]:
     """The prompt [1, T] in chunks of which each rank takes its part; then one token after the other, known to all."""
     for tokens in prompt[:, :-1].split(chunk, 1):
-        here = plan.for_length(tokens.shape[1])
-        logits(decoder, here.shard(tokens), here)
+        part = plan.for_length(tokens.shape[1])
+        logits(decoder, part.shard(tokens), part)
     dice, last = torch.Generator().manual_seed(0), prompt[:, -1:]  # the same dice on every rank
     for _ in range(count):
         scores = logits(decoder, last)[0, -1].double().cpu()
@@ -72,20 +61,7 @@ def generate(decoder: Decoder, plan: ra.Plan, prompt: Tensor, count: int, warmth
         yield int(last)
 
 
-def number(kind: type, word: str) -> Any:
-    """A word as a number that is not negative."""
-    try:
-        value = kind(word)
-    except ValueError:
-        value = -1
-    if not 0 <= value < math.inf:
-        sys.exit(f"{word!r} is no number that can be here: generate.py RUN PROMPT HOW_MANY_BYTES WARMTH")
-    return value
-
-
 def main(run: str = "runs/small", prompt: str = "def main(", count: str = "200", warmth: str = "0") -> None:
-    length, heat = number(int, count), number(float, warmth)
-    checkpoints = found(Path(run))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     spread = "RANK" in os.environ  # started by torchrun
     if device.type == "cuda":
@@ -93,16 +69,14 @@ def main(run: str = "runs/small", prompt: str = "def main(", count: str = "200",
     if spread:
         dist.init_process_group()
     text = torch.tensor([list(prompt.encode())], device=device)
-    if text.shape[1] < 2:
-        sys.exit("the prompt needs two bytes or more")
     mesh = ra.init_mesh(ring=dist.get_world_size(), device_type=device.type) if spread else None
-    decoder = load(checkpoints, device, text.shape[1] + length)
+    decoder = load(Path(run), device, text.shape[1] + int(count))
     plan = ra.plan(mesh, seq_len=text.shape[1])
-    out = sys.stdout.buffer
-    if not spread or dist.get_rank() == 0:
+    speaks, out = not spread or dist.get_rank() == 0, sys.stdout.buffer
+    if speaks:
         out.write(prompt.encode())
-    for byte in generate(decoder, plan, text, length, heat, chunk=512):
-        if not spread or dist.get_rank() == 0:
+    for byte in generate(decoder, plan, text, int(count), float(warmth), chunk=512):
+        if speaks:
             out.write(bytes([byte]))
             out.flush()
     if spread:
@@ -110,4 +84,4 @@ def main(run: str = "runs/small", prompt: str = "def main(", count: str = "200",
 
 
 if __name__ == "__main__":
-    print(__doc__.strip()) if {"-h", "--help"} & {*sys.argv} else main(*sys.argv[1:])
+    main(*sys.argv[1:])

@@ -38,9 +38,6 @@ def main(tokens: str = "4096") -> None:
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & {*sys.argv}:
-        print(__doc__)
-    elif "RANK" not in os.environ:
+    if "RANK" not in os.environ:
         sys.exit(f"ranks are started by torchrun, as here:\n\n{__doc__}")
-    else:
-        main(*sys.argv[1:])
+    main(*sys.argv[1:])

@@ -5,8 +5,7 @@ torchrun --nproc-per-node=4 examples/needle.py [tokens=100000] [steps=250] [pict
 The haystack is random words. In it hide a few needles: a name, and right after it its answer. Questions ask for the
 answers by name. One layer of attention must find the right token among all, wherever it is: each token's key is made
 from the token before it, so a question's query can meet the key of the answer (with the same weights, since equal names
-must meet). No rank holds the whole haystack: the
-questions' queries attend to the keys of all ranks (cross attention, which takes no mask).
+must meet). No rank holds the whole haystack: the questions attend to the keys of all ranks (cross attention).
 
 The haystack starts at 128 tokens and doubles whenever most questions are answered. Then needles at each depth are
 asked for.
@@ -96,11 +95,11 @@ def recall(model: Finder, mesh: object, tokens: int, depth: float) -> float:
 
 
 def draw(losses: list[float], lengths: list[int], depths: list[float], table: list[list[float]], path: Path) -> None:
-    import matplotlib
+    from matplotlib import rc_context
 
     from ringattn.launch.commands.plot import STYLE, save
 
-    with matplotlib.rc_context(STYLE):  # readable on light and on dark pages
+    with rc_context(STYLE):  # readable on light and on dark pages
         save(drawn(losses, lengths, depths, table), path)
 
 
@@ -115,9 +114,6 @@ def drawn(losses: list[float], lengths: list[int], depths: list[float], table: l
     right.set(title="needles found", xlabel="tokens", ylabel="depth of the needles")
     right.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
     right.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
-    for y, row in enumerate(table):
-        for x, found in enumerate(row):
-            right.text(x, y, f"{found:.0%}", ha="center", va="center", fontsize=8, color="white")
     figure.colorbar(image, ax=right)
     return figure
 
@@ -138,9 +134,6 @@ def main(tokens: str = "100000", steps: str = "250", picture: str = "needle.svg"
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & {*sys.argv}:
-        print(__doc__)
-    elif "RANK" not in os.environ:
+    if "RANK" not in os.environ:
         sys.exit(f"ranks are started by torchrun, as here:\n\n{__doc__}")
-    else:
-        main(**dict(word.split("=") for word in sys.argv[1:]))
+    main(**dict(word.split("=") for word in sys.argv[1:]))

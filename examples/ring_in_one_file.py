@@ -142,8 +142,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, starts, tokens, ring):
-        held = [zigzag(tokens, ring.size, rank).to(q.device) for rank in range(ring.size)]
-        begin, end = intervals(held[ring.rank], starts.to(q.device))
+        positions = [zigzag(tokens, ring.size, rank).to(q.device) for rank in range(ring.size)]
+        begin, end = intervals(positions[ring.rank], starts.to(q.device))
         out = torch.zeros(
             *q.shape[:3], v.shape[-1], device=q.device
         )  # float32, whatever the inputs: errors would add up
@@ -152,31 +152,31 @@ class RingAttention(torch.autograd.Function):
         for step in range(ring.size):
             owner = (ring.rank - step) % ring.size
             hop = ring.rotate(keys) if step < ring.size - 1 else None
-            where = local(begin, end, held[owner])
+            where = local(begin, end, positions[owner])
             if (where[0] < where[1]).any():
                 out, lse = merge(out, lse, *attend(q, *keys, *where))
             if hop is not None:
                 keys = hop()
-        ctx.save_for_backward(q, k, v, out, lse, begin, end, *held)
+        ctx.save_for_backward(q, k, v, out, lse, begin, end, *positions)
         ctx.ring = ring
         return out.to(q.dtype)
 
     @staticmethod
     def backward(ctx, dout):
-        """dq stays and adds up; (dk, dv) travel with their keys, collect a part on every rank, and end at home."""
-        q, k, v, out, lse, begin, end, *held = ctx.saved_tensors
+        """dq stays and adds up; (dk, dv) travel with their keys, get a part on every rank, and end where they began."""
+        q, k, v, out, lse, begin, end, *positions = ctx.saved_tensors
         ring, delta = ctx.ring, (dout.float() * out).sum(-1)
         dq, keys = torch.zeros_like(q, dtype=torch.float32), (k, v)
         gradients = tuple(torch.zeros_like(x, dtype=torch.float32) for x in keys)
         for step in range(ring.size):
             owner = (ring.rank - step) % ring.size
             hop = ring.rotate(keys) if step < ring.size - 1 else None
-            where = local(begin, end, held[owner])
+            where = local(begin, end, positions[owner])
             if (where[0] < where[1]).any():
                 dq_part, *parts = attend_backward(q, *keys, *where, dout, lse, delta)
                 dq += dq_part
                 gradients = tuple(sum_ + part for sum_, part in zip(gradients, parts, strict=True))
-            gradients = ring.rotate(gradients)()  # R hops: the last one brings them home
+            gradients = ring.rotate(gradients)()  # R hops: back to the rank of the keys
             if hop is not None:
                 keys = hop()
         dk, dv = gradients

@@ -9,17 +9,15 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers.trainer import PrinterCallback, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments,
+)  # fmt: skip
 
 import ringattn as ra
 from ringattn import hf
 
-OWN = __file__
 
-
-class LongTrainer(hf.OverRanks, Trainer):
-    """Trainer whose ranks share each sequence."""
+class LongTrainer(hf.OverRanks, Trainer): ...  # whose ranks share each sequence
 
 
 def load(name: str, text: str) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -33,7 +31,7 @@ def load(name: str, text: str) -> tuple[torch.nn.Module, torch.Tensor]:
     return model, torch.tensor(list(text.encode()))
 
 
-def main(name: str = "", text: str = OWN, seq_len: str = "512", steps: str = "10", out: str = "runs/hf") -> None:
+def main(name: str = "", text: str = __file__, seq_len: str = "512", steps: str = "10", out: str = "runs/hf") -> None:
     if not Path(text).is_file():
         sys.exit(f"{text} is no file: trainer_hf.py MODEL TEXT SEQ_LEN STEPS OUT")
     args = TrainingArguments(
@@ -49,19 +47,11 @@ def main(name: str = "", text: str = OWN, seq_len: str = "512", steps: str = "10
     trainer = LongTrainer(
         model=hf.prepare(model, plan), args=args, train_dataset=examples[:-1], eval_dataset=examples[-1:]
     )
-    trainer.remove_callback(PrinterCallback)
     trainer.train()
-    if trainer.is_world_process_zero():
-        for row in trainer.state.log_history:
-            if "loss" in row or "eval_loss" in row:
-                print(f"step {row['step']}: " + ", ".join(f"{k} {v}" for k, v in row.items() if "loss" in k))
     trainer.accelerator.end_training()  # the ranks leave together
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & {*sys.argv}:
-        print(__doc__)
-    elif "RANK" not in os.environ:
+    if "RANK" not in os.environ:
         sys.exit(f"ranks are started by torchrun, as here:\n\n{__doc__}")
-    else:
-        main(*sys.argv[1:])
+    main(*sys.argv[1:])

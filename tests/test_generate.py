@@ -42,13 +42,13 @@ def test_the_text_is_that_of_the_whole_model(trained, example):
     prompt, cpu = torch.tensor([list(PROMPT.encode())]), torch.device("cpu")
 
     def one_rank(mesh):
-        decoder = example.load(example.found(trained), cpu, max_len=len(PROMPT) + COUNT)
+        decoder = example.load(trained, cpu, max_len=len(PROMPT) + COUNT)
         plan = ra.plan(mesh, seq_len=prompt.shape[1])
         return list(example.generate(decoder, plan, prompt, COUNT, warmth=0, chunk=3))
 
     texts = run_ranks(one_rank, ring=2, ulysses=2)
     assert all(text == texts[0] for text in texts)
-    decoder = example.load(example.found(trained), cpu, max_len=1)
+    decoder = example.load(trained, cpu, max_len=1)
     whole = torch.cat([prompt, torch.tensor([texts[0]])], 1)
     with torch.no_grad():
         scores = decoder(whole)[0, prompt.shape[1] - 1 : -1]

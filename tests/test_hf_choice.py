@@ -80,8 +80,7 @@ def test_a_length_can_be_named_and_generate_chooses_too():
     def one_rank(mesh):
         named = hf.prepare(deepcopy(model), mesh, seq_len=100)
         assert hf.plan_of(named).seq_len == 100
-        with hf.prepared(deepcopy(model), mesh) as mine:
-            return mine.generate(tokens, max_new_tokens=3, do_sample=False)
+        return hf.prepare(deepcopy(model), mesh).generate(tokens, max_new_tokens=3, do_sample=False)
 
     assert all(torch.equal(result, expected) for result in run(one_rank, sequence=2))
 

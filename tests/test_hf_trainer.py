@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +54,7 @@ def right(result) -> dict:
 def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int, options: dict) -> list[float]:
     """One rank: losses, norms of gradients and metrics of transformers' Trainer, over data x context-parallel ranks.
 
-    `way` is "plain" (Trainer's own), "prepared" (the model is, and DDP averages), "accelerate" (FSDP2) or "config" (a
-    ParallelismConfig on CPUs, which the mixin takes).
+    `way` is "plain" (Trainer's own), "prepared" (the model is, and DDP averages) or "accelerate" (FSDP2).
     """
     import torch.distributed as dist
     import transformers
@@ -93,8 +91,6 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
         wrap = {"version": 2, "transformer_layer_cls_to_wrap": [f"{kind}DecoderLayer"]}
         sharded = ParallelismConfig(dp_shard_size=data, cp_size=ring)
         more |= {"fsdp": True, "fsdp_config": wrap, "parallelism_config": sharded}
-    elif way == "config":
-        more["parallelism_config"] = ParallelismConfig(dp_shard_size=data, cp_size=ring)
     elif way == "prepared":
         mesh = ra.init_mesh(data=data, sequence=ring)
         model = hf.prepare(model, mesh, over=("data",))
@@ -123,7 +119,6 @@ TRAINED = {  # the model, steps, options, and ways over data x context-parallel 
     "packed": ("Mistral", 5, {}, ("accelerate",), (2, 2)),
     "adapters": ("Llama", 6, {"lora": True, "activation_checkpointing": True}, ("accelerate",), (2, 2)),
     "compiled": ("Llama", 2, COMPILED, ("accelerate",), (1, 2)),
-    "cpus": ("Llama", 3, {}, ("config",), (2, 2)),
 }
 
 
@@ -168,30 +163,11 @@ def test_losses_over_ranks_are_those_of_one(tmp_path: Path) -> None:
             np.testing.assert_allclose(results, plain, atol=1e-4, err_msg=name)
 
 
-def test_the_patch_for_accelerate_applies(tmp_path: Path) -> None:
-    import accelerate
-
-    page = Path(__file__).parent.parent / "docs" / "accelerate.patch"
-    (version,) = re.findall(r"Made against accelerate ([\d.]+)\.\n", page.read_text())
-    if accelerate.__version__ != version:
-        pytest.skip(f"docs/accelerate.patch is for accelerate {version}, not {accelerate.__version__}")
-    (tmp_path / "src" / "accelerate").mkdir(parents=True)
-    for name in ("accelerator.py", "parallelism_config.py"):
-        source = (Path(accelerate.__file__).parent / name).read_text()
-        (tmp_path / "src" / "accelerate" / name).write_text(source)
-    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
-    subprocess.run(["git", "apply", str(page)], cwd=tmp_path, check=True)
-    for path in tmp_path.rglob("*.py"):
-        compile(path.read_text(), str(path), "exec")
-
-
 def test_what_over_ranks_cannot_do_is_refused() -> None:
     from ringattn.models import hf
 
-    with pytest.raises(ValueError, match="this accelerator has no context parallelism; make it with"):
+    with pytest.raises(ValueError, match="this SimpleNamespace has no context parallelism; make it with"):
         hf.over_ranks(SimpleNamespace(parallelism_config=None))
-    with pytest.raises(ValueError, match="ulysses=3: choose a whole number that divides cp_size=4"):
-        hf.over_ranks(SimpleNamespace(parallelism_config=SimpleNamespace(cp_size=4)), ulysses=3)
 
 
 def examples(n: int = 7) -> list[dict]:

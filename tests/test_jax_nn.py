@@ -125,9 +125,3 @@ def test_the_flax_example_has_one_devices_losses_and_resumes(tmp_path):
     assert {"2", "3"} <= {path.name for path in (tmp_path / "four").iterdir()}
     assert [len(part) for part in parts] == [2, 1]
     assert np.allclose([*parts[0], *parts[1]], whole, atol=2e-5) and whole[-1] < whole[0] - 0.5
-
-
-@pytest.mark.slow
-def test_the_equinox_example_runs(tmp_path):
-    pytest.importorskip("equinox")
-    assert example(tmp_path, "equinox_layer.py")

@@ -18,7 +18,7 @@ WORDS = {
 
 def test_every_example_is_run_here():
     elsewhere = [  # in tests of their own
-        "equinox_layer", "generate", "long_trl", "needle", "ring_in_one_file", "train_flax", "who_holds_what",
+        "generate", "long_trl", "needle", "ring_in_one_file", "train_flax", "who_holds_what",
     ]  # fmt: skip
     assert sorted(p.stem for p in (ROOT / "examples").glob("*.py")) == sorted([*WORDS, *elsewhere])
 
@@ -30,5 +30,5 @@ def test_the_loss_falls(name, tmp_path):
     script = ROOT / "examples" / f"{name}.py"
     # its DistributedDataParallel crashes under DETAIL, in torch 2.13 with any model
     printed = launched(script, WORDS[name], 2, tmp_path, debug=name != "trainer_hf")
-    losses = [float(x) for x in re.findall(r": loss ([\d.]+)", printed)]
+    losses = [float(x) for x in re.findall(r"\bloss'?:? '?([\d.]+)", printed)]
     assert len(losses) >= 4 and losses[-1] < losses[0], printed

@@ -255,7 +255,7 @@ def test_log_probabilities_of_answers_are_those_of_one_rank(prepared_first):
     ("what", "options", "message"),
     [
         ("RLOO", {"beta": 0.0}, "LongRLOO deals out answers .*; of such trainers GRPOTrainer is supported"),
-        ("GRPO", {"num_generations": 4, "generation_batch_size": 4}, "num_generations=4 does not divide 2 rows"),
+        ("GRPO", {"num_generations": 4, "generation_batch_size": 4}, "num_generations: 4 does not divide 2 rows"),
     ],
 )
 def test_answers_that_would_be_wrong_are_refused(what, options, message, tmp_path):

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn.conf.schema import Model
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
+from ringattn.models.loss import token_losses
+from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention
 from ringattn.models.pieces import LOGITS, in_pieces, keep_attention, tokens_at_once
 from ringattn.plans.plan import Plan
 
@@ -73,7 +74,7 @@ def softmax_attention(model: Model) -> nn.Module:
 def linear_attention(model: Model) -> nn.Module:
     """Keys of half a head's size, as the state has a key dim times a value dim."""
     value_dim = head_dim(model)
-    layers: dict[str, Any] = {"gated": GatedLinearAttention, "delta": GatedDeltaNet, "kimi": KimiDeltaAttention}
+    layers: dict[str, Any] = {"gated": GatedLinearAttention, "delta": GatedDeltaNet}
     sizes: Any = {"key_dim": max(1, value_dim // 2), "value_dim": value_dim, "convolution": model.convolution}
     return layers[model.rule](model.dim, model.heads, **sizes)
 
@@ -88,9 +89,8 @@ class Head(nn.Linear):
         return in_pieces(self.losses, tokens, x_BTC, labels_BT, weights=list(self.parameters()))
 
     def losses(self, x_BTC: Tensor, labels_BT: Tensor) -> Tensor:
-        logits = super().forward(x_BTC).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), labels_BT.flatten(), reduction="none")
-        return losses.view_as(labels_BT).clone()  # FSDP2 puts a hook on a module's output, which must not be a view
+        losses = token_losses(super().forward(x_BTC), labels_BT)
+        return losses.clone()  # FSDP2 puts a hook on a module's output, which must not be a view
 
 
 class Decoder(nn.Module):

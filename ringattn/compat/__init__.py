@@ -2,5 +2,4 @@
 
 ring_flash_attn.py      the functions of ring_flash_attn, and its substitute for transformers' flash_attention_2
 yunchang.py             the modules of yunchang
-process_groups.py       plans over a process group instead of a mesh
 """

@@ -24,12 +24,14 @@ from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringattn import api
+from ringattn import api, choosing
 from ringattn.check.arguments import NO_ALIBI, NO_DROPOUT
-from ringattn.compat.process_groups import plan_over
+from ringattn.comms.local import LocalMesh
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.hf import attention as hf_attention
 from ringattn.plans.plan import Plan
@@ -39,8 +41,49 @@ Function = Callable[..., Any]
 Prepared = tuple[Tensor, Tensor, int, int, slice]
 
 untraced = torch.compiler.disable(reason="a plan is looked up by group and length; ra.attention with a plan is traced")
+PLANS_KEPT = 64  # by length and documents, for each group and layout
+PLANS: Any = WeakIdKeyDictionary()  # by group, as long as it lives
 NUMBERS: Any = WeakIdKeyDictionary()  # by cu_seqlens: its version, and its numbers on the host
 PREPARED: Any = WeakIdKeyDictionary()  # by the cu_seqlens_q that prepare made: its numbers, and all documents
+
+
+def plan_over(
+    group: Any, device: str, local_len: int, layout: str, strategy: str = "ring", local_keys: int | None = None,
+    axis: str = "ring", docs: Docs | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of sequences of which every rank of the group holds `local_len` tokens: the same one each time.
+
+    With `docs` that of a sequence of these documents, each of which is cut over all ranks.
+
+    The group is a process group (or None for all ranks), which becomes this axis, or a mesh with axes "ring" and/or
+    "ulysses".
+    """
+    if group is None:
+        group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        raise ValueError("no ranks were started: call torch.distributed.init_process_group first, or give group=")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in the group: make the call on the ranks of the group only")
+    if not isinstance(group, (dist.ProcessGroup, DeviceMesh, LocalMesh)):
+        raise ValueError(f"group={group!r}: pass a process group, a mesh with an axis {axis!r}, or None for all ranks")
+    plans = PLANS.setdefault(group, {}).setdefault((device, layout, strategy, axis), {})
+    if not plans:
+        mesh = group
+        if isinstance(group, dist.ProcessGroup):
+            mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(axis,))
+        plans[0] = choosing.plan(mesh, seq_len=1, layout=layout, strategy=strategy)  # keeps the axes
+    lengths = local_len, local_len if local_keys is None else local_keys
+    kind = (*lengths, docs)
+    if kind not in plans:
+        if len(plans) > PLANS_KEPT:
+            del plans[list(plans)[1]]
+        ranks = plans[0].ring * plans[0].ulysses
+        whole = plans[0].for_length(lengths[0] * ranks, key_len=lengths[1] * ranks)
+        plans[kind] = whole if docs is None else whole.for_docs(docs)
+    plan: Plan = plans[kind]
+    if (plan.local_len, plan.keys.local_len) != lengths:
+        raise ValueError(f"{local_len} tokens a rank: {layout} needs an even number, two parts of the same length")
+    return plan
 
 
 class Options(NamedTuple):
@@ -222,15 +265,8 @@ def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank:
     return queries, keys, *longest, slice(whole[first], limit)  # type: ignore[return-value]
 
 
-class Batch(NamedTuple):
-    """The documents of the current batch, and the group that its tokens are spread over."""
-
-    docs: Docs
-    group: Any
-
-
-BATCHES: list[Batch] = []  # the current one
-BATCH_OF: Any = WeakIdKeyDictionary()  # by position_ids, the batch that they came with
+BATCH: list[tuple[Docs, Any]] = []  # the documents of the current batch, and the group that its tokens are spread over
+DOCS_OF: Any = WeakIdKeyDictionary()  # by position_ids, the documents that they came with
 
 
 def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int = 1) -> None:
@@ -250,34 +286,34 @@ def restore_hf_flash_attn() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]  # ours hides transformers' own
-    BATCHES.clear()
+    BATCH.clear()
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any) -> None:
     """The documents of the next batch, all of them: [0, n1, n1 + n2, ...], the same on every rank."""
-    BATCHES[:] = [Batch(Docs.from_cu_seqlens(cu_seqlens), process_group)]
+    BATCH[:] = [(Docs.from_cu_seqlens(cu_seqlens), process_group)]
 
 
 @torch.compiler.disable(reason="the documents of a batch are not part of a graph; ringattn.hf.prepare can be compiled")
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
     """transformers' attention interface: [1, H, t, D] in, [1, t, H, V] out."""
-    if not BATCHES:
+    if not BATCH:
         raise ValueError("call update_ring_flash_attn_params(cu_seqlens, group) before the model, for each batch")
-    (batch,), at = BATCHES, given.get("position_ids")
-    if isinstance(at, Tensor) and BATCH_OF.setdefault(at, batch).docs != batch.docs:
+    (docs, group), at = BATCH[0], given.get("position_ids")
+    if isinstance(at, Tensor) and DOCS_OF.setdefault(at, docs) != docs:
         raise ValueError(
             "these position_ids came with other documents before: update_ring_flash_attn_params was called between "
             "forward and a backward that recomputes activations; call it after backward"
         )
     if len(query) != 1:
         raise ValueError(f"a batch of {len(query)} rows: pack them into one, whose documents cu_seqlens gives")
-    plan = plan_over(batch.group, query.device.type, query.shape[2], "contiguous", "gather")
-    if plan.seq_len != batch.docs.length:
+    plan = plan_over(group, query.device.type, query.shape[2], "contiguous", "gather")
+    if plan.seq_len != docs.length:
         raise ValueError(
-            f"cu_seqlens ends with {batch.docs.length}, and {plan.ring} ranks with {query.shape[2]} tokens each have "
+            f"cu_seqlens ends with {docs.length}, and {plan.ring} ranks with {query.shape[2]} tokens each have "
             f"{plan.seq_len}; cut each batch into as many equal blocks as there are ranks"
         )
-    call = hf_attention.Call(plan, batch.docs)
+    call = hf_attention.Call(plan, docs)
     return hf_attention.attend(module, query, key, value, attention_mask, ringattn=call, **given)
 
 

@@ -14,9 +14,9 @@ are exact. The kernel is chosen for the device: `attn_type`, `use_sync`, `use_pa
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,23 +43,8 @@ class AttnType(Enum):
         return cls(s)
 
 
-@dataclass
-class ProcessGroups:
-    """How `set_seq_parallel_pg` arranged the ranks; the groups are None before that."""
-
-    mesh: Any = None
-    ulysses_low: bool = True
-
-    @property
-    def RING_PG(self) -> Any:
-        return self.mesh and self.mesh.get_group("ring")
-
-    @property
-    def ULYSSES_PG(self) -> Any:
-        return self.mesh and self.mesh.get_group("ulysses")
-
-
-PROCESS_GROUP = ProcessGroups()
+# how set_seq_parallel_pg arranged the ranks
+PROCESS_GROUP = SimpleNamespace(mesh=None, ulysses_low=True, RING_PG=None, ULYSSES_PG=None)
 
 
 def set_seq_parallel_pg(
@@ -79,8 +64,9 @@ def set_seq_parallel_pg(
         )
     sizes = {"ring": sp_ring_degree, "ulysses": sp_ulysses_degree}
     order = sizes if use_ulysses_low else dict(reversed(sizes.items()))
-    PROCESS_GROUP.mesh = split(init_mesh(data=world_size // ranks, sequence=ranks), "sequence", order)
+    PROCESS_GROUP.mesh = mesh = split(init_mesh(data=world_size // ranks, sequence=ranks), "sequence", order)
     PROCESS_GROUP.ulysses_low = use_ulysses_low
+    PROCESS_GROUP.RING_PG, PROCESS_GROUP.ULYSSES_PG = mesh.get_group("ring"), mesh.get_group("ulysses")
 
 
 class UlyssesAttention(nn.Module):

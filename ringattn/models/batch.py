@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.models.loss import cross_entropy
+from ringattn.models.loss import IGNORED, cross_entropy
 from ringattn.plans.plan import Plan
-
-IGNORED = -100  # a label that does not count
 
 
 class Batch(NamedTuple):
@@ -65,19 +63,21 @@ def local_labels(labels: Tensor, plan: Plan, dim: int = 1, compare: bool = True)
 
 
 class Dealt(NamedTuple):
-    """A batch [B, T] as one row of its real tokens, and the plan that deals out its documents by their work."""
+    """A batch [B, T], or one row of its real tokens, and a plan that may deal out its documents by their work."""
 
     plan: Plan
-    docs: Docs
+    docs: Docs | None
     real: Tensor | None  # [n]: which of the B * T tokens; None where the rows stay as they are
     shape: tuple[int, int]
 
     def row(self, x: Tensor, dim: int = 1) -> Tensor:
         """[B or 1, T, ...] as [1, n, ...]; tokens in dim 2 have further numbers in dim 0."""
+        if self.real is None:
+            return x
         if dim == 2:
             return torch.stack([self.row(each) for each in x])
-        rows = x.expand(*self.shape, *x.shape[2:])
-        return rows if self.real is None else rows.flatten(0, 1).index_select(0, self.real.to(x.device))[None]
+        rows = x.expand(*self.shape, *x.shape[2:]).flatten(0, 1)
+        return rows.index_select(0, self.real.to(x.device))[None]
 
     def whole(self, x: Tensor) -> Tensor:
         """The rows [B, T, ...] of all ranks' [1, t, ...]; zeros for padding."""

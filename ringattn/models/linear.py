@@ -13,13 +13,13 @@ from ringattn.check.attention import of_packed
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import few_tokens
-from ringattn.masks.spec import Docs, of_factor, raise_if, whole
+from ringattn.masks.spec import Docs, raise_if, whole
 from ringattn.plans.plan import Plan
 from ringattn.torch.check import of_types
-from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear.halo import causal_convolution, last_tokens
 
-STEP_TOKENS = 8  # at most so many, `step` takes one by one
+GATE_RANK, TEMPERATURE = 16, 16.0  # of GatedLinearAttention, as it was published
+STEP_TOKENS = 8  # at most so many are taken one by one
 
 
 def head_size(d_model: int, heads: int, given: int | None = None) -> int:
@@ -66,6 +66,32 @@ def check_stream(x: Tensor, d_model: int, rows: int | None, plan: Plan | None = 
 def exact(x: Tensor) -> Tensor:
     """x in float32, or in float64 if it has that."""
     return x.to(accumulator(x))
+
+
+def convolved(
+    x: Tensor, weight: Tensor, plan: Plan | None, first: Tensor | None, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The convolution of the next tokens, behind `first`, and the last of them all, which later tokens still need.
+
+    Without a plan every rank has all of the tokens. With `lengths`, only so many of each row are real.
+    """
+    W = weight.shape[1]
+    if plan is not None:
+        return causal_convolution(x, weight, plan, first=first), last_tokens(x, plan, W - 1, first, lengths)
+    rows = F.pad(x, (0, 0, W - 1, 0)) if first is None else torch.cat([first, x], 1)
+    y = F.conv1d(rows.mT.to(weight.dtype), weight.flip(1)[:, None], groups=rows.shape[2]).mT
+    return y, rows[:, x.shape[1] :]
+
+
+def continued(x: Inputs, plan: Plan | None, state: Tensor | None, kernel: str = "auto") -> tuple[Tensor, Tensor]:
+    """Linear attention of the next tokens, and the state behind them; without a plan every rank has all of them."""
+    if plan is None and x.q.shape[1] <= STEP_TOKENS:
+        out, state = few_tokens(x, state)
+        return out.to(x.v.dtype), state
+    out, state = api.linear_attention(
+        x.q, x.k, x.v, x.g, plan, beta=x.beta, scale=x.scale, initial_state=state, return_state=True, kernel=kernel
+    )
+    return out, state
 
 
 class LinearLayer(nn.Module):
@@ -119,46 +145,26 @@ class LinearLayer(nn.Module):
 
     @torch.no_grad()
     def prefill(self, x_BTC: Tensor, plan: Plan | None = None) -> Tensor:
-        """The next chunk of a prompt, of which x is this rank's part under `plan` (None: one device, all of it)."""
-        self.check(x_BTC, plan)
-        plan = whole_on_one(x_BTC, x_BTC) if plan is None else plan
+        """The next chunk of a prompt, of which x is this rank's part under `plan` (None: all of it, on every rank)."""
+        check_stream(x_BTC, self.d_model, None if self.state is None else len(self.state), plan)
         mixed, tail = self.qkv(x_BTC), self.tail
         if self.convolution:
-            tail = last_tokens(mixed, plan, self.convolution - 1, self.tail)
-            mixed = F.silu(causal_convolution(mixed, self.mix, plan, first=self.tail))
-        log_decay, beta = self.gates(x_BTC)
-        out, state = api.linear_attention(
-            *self.by_heads(mixed), log_decay, plan, beta=beta, initial_state=self.state, return_state=True,
-            kernel=self.kernel,
-        )  # fmt: skip
+            mixed, tail = convolved(mixed, self.mix, plan, self.tail)
+            mixed = F.silu(mixed)
+        inputs = Inputs(*self.by_heads(mixed), *self.gates(x_BTC), None, self.key_dim**-0.5)
+        out, state = continued(inputs, plan, self.state, self.kernel)
         self.state, self.tail = state, tail  # last, so that a refused chunk changes nothing
         return self.finished(out, x_BTC)
 
-    @torch.no_grad()
     def step(self, x_BTC: Tensor) -> Tensor:
         """The layer's output for the next tokens; input and output are the same on every rank."""
-        self.check(x_BTC)
         if self.state is None:
             raise ValueError("step before prefill: this layer has seen no prompt; call prefill(x, plan) first")
-        if x_BTC.shape[1] > STEP_TOKENS:
-            return self.prefill(x_BTC)
-        mixed, tail = self.qkv(x_BTC), self.tail
-        if self.convolution:
-            assert tail is not None
-            rows = torch.cat([tail, mixed], 1)
-            tail = rows[:, x_BTC.shape[1] :]
-            mixed = F.silu(F.conv1d(rows.mT, self.mix.flip(1)[:, None], groups=rows.shape[2]).mT)
-        inputs = Inputs(*self.by_heads(mixed), *self.gates(x_BTC), None, self.key_dim**-0.5)
-        out, state = few_tokens(inputs, self.state)
-        self.state, self.tail = state, tail  # last, so that a failed step changes nothing
-        return self.finished(out.to(x_BTC.dtype), x_BTC)
+        return self.prefill(x_BTC)
 
     def reset(self) -> None:
         """Drop the sequence."""
         self.state, self.tail = None, None
-
-    def check(self, x: Tensor, plan: Plan | None = None) -> None:
-        check_stream(x, self.d_model, None if self.state is None else len(self.state), plan)
 
     def by_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [B, T, G, K] and v [B, T, H, V]."""
@@ -171,8 +177,8 @@ class LinearLayer(nn.Module):
 class GatedLinearAttention(LinearLayer):
     """out(swish(w x) * norm(linear_attention(qkv(x), log decay))), of which this rank has its plan's tokens.
 
-    The log decay is logsigmoid(up(down(x))) / temperature, one gate per key channel (gate="channel") or per head
-    ("head"), or none (None). With `convolution` = W > 0, q, k and v first pass a causal convolution over W tokens.
+    The log decay is logsigmoid(up(down(x))) / TEMPERATURE, one gate per key channel (gate="channel") or per head
+    ("head"). With `convolution` = W > 0, q, k and v first pass a causal convolution over W tokens.
     """
 
     def __init__(
@@ -181,30 +187,21 @@ class GatedLinearAttention(LinearLayer):
         heads: int,
         key_dim: int | None = None,
         value_dim: int | None = None,
-        gate: str | None = "channel",
-        gate_rank: int = 16,
-        temperature: float = 16.0,
+        gate: str = "channel",
         convolution: int = 0,
         kernel: str = "auto",
     ):
-        if gate not in ("channel", "head", None):
-            raise ValueError(f"gate={gate!r}: choose 'channel', 'head' or None")
-        raise_if(of_sizes(gate_rank=gate_rank))
-        if temperature is None or of_factor("temperature", temperature):
-            raise ValueError(f"temperature={temperature!r} must be above 0")
+        if gate not in ("channel", "head"):
+            raise ValueError(f"gate={gate!r}: choose 'channel' or 'head'")
         super().__init__(d_model, heads, None, key_dim, value_dim, convolution, kernel)
-        self.gate, self.temperature = gate, temperature
-        values = heads * self.value_dim
-        if gate:
-            self.down = nn.Linear(d_model, gate_rank, bias=False)
-            self.up = nn.Linear(gate_rank, heads * self.key_dim if gate == "channel" else heads)
+        self.gate, values = gate, heads * self.value_dim
+        self.down = nn.Linear(d_model, GATE_RANK, bias=False)
+        self.up = nn.Linear(GATE_RANK, heads * self.key_dim if gate == "channel" else heads)
         self.swish = nn.Linear(d_model, values, bias=False)
         self.norm = nn.GroupNorm(heads, values)  # a group is a head
 
     def gates(self, x_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        if self.gate is None:
-            return None, None
-        g = F.logsigmoid(exact(self.up(self.down(x_BTC)))) / self.temperature
+        g = F.logsigmoid(exact(self.up(self.down(x_BTC)))) / TEMPERATURE
         return g.unflatten(-1, (self.heads, -1)) if self.gate == "channel" else g, None
 
     def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
@@ -212,41 +209,11 @@ class GatedLinearAttention(LinearLayer):
         return self.out(F.silu(self.swish(x_BTC)) * self.norm(rows).view(*out_BTHV.shape[:2], -1))
 
 
-class DeltaLayer(LinearLayer):
-    """What layers of the delta rule share: q and k of length 1 after the convolution, and beta = sigmoid(b x).
-
-    The log decay is -exp(log_rate) * softplus(decay(x) + bias). A subclass makes `decay`, `bias` and the gate of the
-    output.
-    """
-
-    decay: nn.Module
-    bias: nn.Parameter
-
-    def __init__(
-        self, d_model: int, heads: int, key_heads: int | None, key_dim: int | None, value_dim: int | None,
-        convolution: int, kernel: str,
-    ):  # fmt: skip
-        super().__init__(d_model, heads, key_heads, key_dim, value_dim, convolution, kernel)
-        self.beta = nn.Linear(d_model, heads, bias=False)
-        self.log_rate = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
-        self.norm = nn.RMSNorm(self.value_dim, eps=1e-6)
-
-    def gates(self, x_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The log decay, of a head or of each key channel, and beta."""
-        g = -F.softplus(exact(self.decay(x_BTC)) + exact(self.bias)).unflatten(-1, (self.heads, -1))
-        g = g * exact(self.log_rate).exp()[:, None]
-        return g[..., 0] if self.bias.numel() == self.heads else g, exact(self.beta(x_BTC)).sigmoid()
-
-    def by_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().by_heads(mixed)
-        q, k = (x * torch.rsqrt(exact(x).square().sum(-1, keepdim=True) + 1e-6).to(x.dtype) for x in (q, k))
-        return q, k, v
-
-
-class GatedDeltaNet(DeltaLayer):
+class GatedDeltaNet(LinearLayer):
     """out(norm(linear_attention(q, k, v, log decay, beta)) * swish(w x)): the delta rule with a gate a head.
 
-    As in Qwen3-Next, with `key_heads` heads of q and k. This rank has its plan's tokens.
+    As in Qwen3-Next, with `key_heads` heads of q and k: they have length 1 after the convolution, beta is
+    sigmoid(b x), and the log decay -exp(log_rate) * softplus(decay(x) + bias). This rank has its plan's tokens.
     """
 
     def __init__(
@@ -260,35 +227,20 @@ class GatedDeltaNet(DeltaLayer):
         kernel: str = "auto",
     ):
         super().__init__(d_model, heads, key_heads, key_dim, value_dim, convolution, kernel)
-        self.decay = nn.Linear(d_model, heads, bias=False)
+        self.beta, self.decay = (nn.Linear(d_model, heads, bias=False) for _ in range(2))
+        self.log_rate = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.bias = nn.Parameter(torch.ones(heads))
+        self.norm = nn.RMSNorm(self.value_dim, eps=1e-6)
         self.swish = nn.Linear(d_model, heads * self.value_dim, bias=False)
+
+    def gates(self, x_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        g = -F.softplus(exact(self.decay(x_BTC)) + exact(self.bias)) * exact(self.log_rate).exp()
+        return g, exact(self.beta(x_BTC)).sigmoid()
+
+    def by_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().by_heads(mixed)
+        q, k = (x * torch.rsqrt(exact(x).square().sum(-1, keepdim=True) + 1e-6).to(x.dtype) for x in (q, k))
+        return q, k, v
 
     def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
         return self.out(self.norm(out_BTHV).flatten(2) * F.silu(self.swish(x_BTC)))
-
-
-class KimiDeltaAttention(DeltaLayer):
-    """out(norm(linear_attention(q, k, v, log decay, beta)) * sigmoid(up(down(x)))): with a gate a key channel.
-
-    The delta rule as in Kimi Linear; the projections of both gates have the rank of a value head. This rank
-    has its plan's tokens.
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        convolution: int = 4,
-        kernel: str = "auto",
-    ):
-        super().__init__(d_model, heads, None, key_dim, value_dim, convolution, kernel)
-        keys, values, rank = heads * self.key_dim, heads * self.value_dim, self.value_dim
-        self.decay = nn.Sequential(nn.Linear(d_model, rank, bias=False), nn.Linear(rank, keys, bias=False))
-        self.bias = nn.Parameter(torch.zeros(keys))
-        self.down, self.up = nn.Linear(d_model, rank, bias=False), nn.Linear(rank, values)
-
-    def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
-        return self.out(self.norm(out_BTHV).flatten(2) * self.up(self.down(x_BTC)).sigmoid())

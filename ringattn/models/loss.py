@@ -20,6 +20,7 @@ from ringattn.torch.agree import agree
 from ringattn.torch.check import of_types
 from ringattn.torch.sharding import real_tokens
 
+IGNORED = -100  # a label that does not count
 MINE = "pass those of this rank's tokens (plan.shard), or use plan.for_length(n)"
 
 
@@ -35,7 +36,7 @@ def token_mean(
     Use `cross_entropy` for labels: F.cross_entropy(reduction="none") gives 0 for ignored ones, which would count here.
     """
     raise_if(of_plan("token_mean", plan))
-    problem = of_losses(losses_BT, plan, mask, docs) or of_axes(over)
+    problem = of_tokens("losses", losses_BT, "batch, tokens", plan, docs) or of_mask(mask, losses_BT) or of_axes(over)
     compare_ranks(plan, "token_mean", over, problem)
     return mean_over_ranks(losses_BT, counted_of(losses_BT, plan, mask, docs), plan, over)
 
@@ -61,14 +62,19 @@ def cross_entropy(
     counted = counted_of(labels_BT, plan, labels_BT != ignore_index, docs)
     at_once = tokens_at_once(LOGITS, logits_BTV.shape[2], len(logits_BTV))
     labels = torch.where(counted, labels_BT, 0).long()
-    losses = in_pieces(entropies, at_once, logits_BTV, labels, counted, weights=())
+    losses = in_pieces(losses_of_counted, at_once, logits_BTV, labels, counted, weights=())
     return mean_over_ranks(losses, counted, plan, over)
 
 
-def entropies(logits_BtV: Tensor, labels_Bt: Tensor, counted_Bt: Tensor) -> Tensor:
-    """The cross entropy of each token that counts. Others' logits are zeroed: NaN times a gradient of 0 is NaN."""
-    logits = torch.where(counted_Bt[..., None], logits_BtV.to(accumulator(logits_BtV)), 0.0)
-    return F.cross_entropy(logits.flatten(0, 1), labels_Bt.flatten(), reduction="none").view_as(labels_Bt)
+def token_losses(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
+    """The cross entropy of each token, in float32 (float64 for float64); 0 where its label is IGNORED."""
+    logits = logits_BtV.to(accumulator(logits_BtV)).flatten(0, 1)
+    return F.cross_entropy(logits, labels_Bt.flatten(), reduction="none", ignore_index=IGNORED).view_as(labels_Bt)
+
+
+def losses_of_counted(logits_BtV: Tensor, labels_Bt: Tensor, counted_Bt: Tensor) -> Tensor:
+    """The same of each token that counts. Others' logits are zeroed: NaN times a gradient of 0 is NaN."""
+    return token_losses(torch.where(counted_Bt[..., None], logits_BtV, 0.0), labels_Bt)
 
 
 def counted_of(like_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> Tensor:
@@ -133,11 +139,6 @@ def of_tokens(name: str, x: Tensor, dims: str, plan: Plan, docs: Docs | None) ->
     return of_packed("docs", docs, plan.seq_len, shape[0])
 
 
-def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:
-    problem = of_tokens("losses", losses_BT, "batch, tokens", plan, docs)
-    return problem or (None if mask is None else of_mask(mask, losses_BT))
-
-
 def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: Any, docs: Docs | None) -> str | None:
     """Logits and a label for each of this rank's tokens; on CPUs the labels' values are checked too."""
     problem = of_tokens("logits", logits_BTV, "batch, tokens, vocabulary", plan, docs) or of_types(labels=labels_BT)
@@ -167,7 +168,9 @@ def of_axes(over: Any) -> str | None:
     return f"over={over!r}: a list of axes, such as [ringattn.comms.mesh.axis(mesh, 'data')]"
 
 
-def of_mask(mask: Tensor, like: Tensor) -> str | None:
+def of_mask(mask: Tensor | None, like: Tensor) -> str | None:
+    if mask is None:
+        return None
     if problem := of_types(mask=mask):
         return problem
     if mask.is_floating_point() or mask.is_complex():

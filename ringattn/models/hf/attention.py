@@ -39,11 +39,7 @@ def attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: [B, H, t, D] in, [B, t, H, V] out."""
     name = type(module).__name__  # this runs once a layer: what follows takes microseconds
-    if ringattn is None:
-        raise ValueError(
-            f"{name} was called outside a prepared model (call model(...) after ringattn.hf.prepare(model, plan)), or "
-            "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
-        )
+    ringattn = needed(ringattn, name)
     more = [k for k in sorted(others.keys() - PASSED) if others[k] is not None and others[k] is not False]
     chunk, spans = None, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -62,8 +58,8 @@ def attend(
         raise ValueError(f"{name} has attention dropout {dropout}, which has no exact form over ranks; set it to 0")
     if sliding_window and not causal:
         raise ValueError(f"{name} sees {sliding_window} keys to both sides, which is not supported in a prepared model")
-    made: Any = spec_of if torch.compiler.is_compiling() else kept_spec
-    spec = made(causal, sliding_window or None, chunk, softcap, scaling)
+    made: Any = AttentionSpec if torch.compiler.is_compiling() else kept_spec
+    spec = made(causal=causal, window=sliding_window or None, chunk=chunk, softcap=softcap, scale=scaling)
     if module.__dict__.get("attn_temperature_tuning") and not module.use_rope:
         query = placed_temperatures(module, query, ringattn)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -75,11 +71,16 @@ def attend(
     return api.attention(q, k, v, ringattn.plan, spec=spec, docs=spans or ringattn.docs, sinks=s_aux), None
 
 
-def spec_of(causal: bool, window: Any, chunk: int | None, softcap: float | None, scale: float | None) -> AttentionSpec:
-    return AttentionSpec(causal=causal, window=window, chunk=chunk, softcap=softcap, scale=scale)
+kept_spec = lru_cache(AttentionSpec)  # the same in every layer and step: its checks cost more than a call
 
 
-kept_spec = lru_cache(spec_of)  # the same in every layer and step: its checks cost more than a call
+def needed(call: Call | None, name: str) -> Call:
+    if call is None:
+        raise ValueError(
+            f"{name} was called outside a prepared model (call model(...) after ringattn.hf.prepare(model, plan)), or "
+            "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
+        )
+    return call
 
 
 def layer_type(module: nn.Module) -> str | None:
@@ -152,7 +153,7 @@ def spans_of(sees: Any, document_BT: Tensor) -> list[list[tuple[int, int]]]:
     ahead = see(rows, every, every + 1).numpy(force=True)
     edges = np.diff(np.pad(ahead, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     spans = [
-        [(int(a), int(b) + 1) for a, b in zip(*(np.flatnonzero(row == s) for s in (1, -1)), strict=True)]
+        list(zip(np.flatnonzero(row == 1).tolist(), (np.flatnonzero(row == -1) + 1).tolist(), strict=True))
         for row in edges
     ]
     for i, row in enumerate(spans):

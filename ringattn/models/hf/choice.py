@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ringattn import choosing
 from ringattn.comms import mesh as meshes
 from ringattn.masks.spec import AttentionSpec
 from ringattn.masks.values import Value
-from ringattn.models.batch import Dealt
 from ringattn.plans.plan import Plan
 from ringattn.plans.sizes import DTYPES
 
@@ -33,11 +32,6 @@ class Choice:
     seq_len: int | None = None
     strategy: str = "auto"
     layout: str = "auto"
-
-    @property
-    def ranks(self) -> int:
-        ring, ulysses = choosing.target_of(self.mesh, "auto", self.axes).sizes[0]
-        return ring * ulysses
 
     def plan(self, model: nn.Module, seq_len: int | None = None) -> Plan:
         """The plan with the least predicted time for the model's attention; all ranks of the mesh call this together.
@@ -68,13 +62,15 @@ class Spread(Value):
     source: Plan | Choice
     over: tuple[Any, ...]
     counted: bool = False  # whether the model counts real tokens where padding comes first
-    compare: bool = True  # whether ranks compare what they are given
+    linear: bool = False  # whether it has layers of linear attention
     averaged: bool = False  # whether gradients are averaged over ranks afterwards, instead of summed
     plans: dict[int, Plan] = field(default_factory=dict)  # by length, the first one first
 
     @property
     def size(self) -> int:
-        return self.source.ring * self.source.ulysses if isinstance(self.source, Plan) else self.source.ranks
+        if isinstance(self.source, Plan):
+            return self.source.ring * self.source.ulysses
+        return math.prod(choosing.target_of(self.source.mesh, "auto", self.source.axes).sizes[0])
 
     @property
     def ranks(self) -> int:
@@ -102,12 +98,6 @@ class Spread(Value):
 
     def __reduce__(self) -> Any:
         raise TypeError("a prepared model belongs to its ranks; save its state_dict() or save_pretrained(FOLDER)")
-
-
-def joined(bare: Any, x: Tensor) -> Tensor:
-    last = bare.ringattn_last
-    rows: Tensor = last.whole(x) if isinstance(last, Dealt) else last.unshard(x)
-    return rows
 
 
 def source_of(plan: Any, axes: Mapping[str, Any] | None, seq_len: int | None) -> Plan | Choice:
@@ -147,13 +137,15 @@ def attention_of(model: Any) -> dict[str, Any]:
     nope, rope = (getattr(text, f"qk_{kind}_head_dim", None) for kind in ("nope", "rope"))
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dim = nope + rope if nope and rope else dim
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype, is_causal = str(model.dtype).removeprefix("torch."), causal(model)
+    kinds = set(getattr(text, "layer_types", None) or [SLIDING])
+    window = getattr(text, "sliding_window", None) if is_causal and kinds == {SLIDING} else None  # of every layer
     return {
         "heads": heads,
         "head_dim": dim,
         "value_dim": getattr(text, "v_head_dim", None) or dim,
         "dtype": dtype if dtype in DTYPES else None,
-        "spec": AttentionSpec(causal=causal(model), window=window_of(text) if causal(model) else None),
+        "spec": AttentionSpec(causal=is_causal, window=window or None),
     }
 
 
@@ -177,9 +169,3 @@ def causal(model: Any) -> bool:
     """Whether tokens of text see none behind them; towers do."""
     text = model if model.config.get_text_config() is model.config else model.get_decoder()
     return all(getattr(module, "is_causal", True) for module in text.modules())
-
-
-def window_of(text: Any) -> int | None:
-    """How far back every layer sees; None if some see all."""
-    kinds = getattr(text, "layer_types", None) or [SLIDING]
-    return (getattr(text, "sliding_window", None) or None) if set(kinds) <= {SLIDING} else None

@@ -5,7 +5,7 @@ It does what only the whole knows: positions, shifted labels, padding, packed do
     B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
-from functools import cache, wraps
+from functools import wraps
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -22,7 +22,7 @@ from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import Call
 from ringattn.models.hf.choice import Choice, attention_of
 from ringattn.models.hf.packed import counted, documents, given_documents, places, refuse_mask
-from ringattn.models.hf.refusals import LOSSES, accepted, refuse_other_attention
+from ringattn.models.hf.refusals import accepted, refuse_other_attention, refuse_other_loss
 from ringattn.models.hf.targets import Kept, changed, kept, targets_of, wanted, with_loss
 from ringattn.plans.plan import Plan
 
@@ -43,42 +43,31 @@ def forward(
 ) -> Any:
     """What a prepared model does with whole sequences. torch.compile takes what lies in between: the layers."""
     following = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+    either = (("input_ids", input_ids), ("inputs_embeds", inputs_embeds))
+    x = {name: value for name, value in either if value is not None}
     if (name := hf_generate.cache_among(kwargs)) is not None:
         if any(x is not None for x in following.values()):
             raise ValueError(f"labels with {name}: a cache has no gradients; leave one of them out")
-        x = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         refuse_mask(attention_mask)
         return hf_generate.with_cache(self, name, x, attention_mask, position_ids, logits_to_keep, kwargs)
     head, docs = kwargs.pop("fused_lm_head", False), kwargs.get("docs")
     if head and docs is not None:
         raise ValueError("docs with fused_lm_head are not supported; pass packed documents by position_ids")
-    plan, given, later = local_inputs(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
-    one_row = self.ringattn_last if isinstance(self.ringattn_last, Dealt) else None
+    given, later = local_inputs(self, x, attention_mask, position_ids, following, kwargs)
+    batch: Dealt = self.ringattn_last
     mask = None if head else attention_mask  # TRL's labels ignore padding
-    asked = wanted(self, targets_of(labels, shift_labels, mask, docs), plan, one_row)
-    if head:
-        with hf_vision.cutting(self, later):
+    asked = wanted(targets_of(labels, shift_labels, mask, docs), batch)
+    with hf_vision.cutting(self, later):
+        if head:
             return hf_trl.log_probs(self, given, asked, shift_labels is not None, num_items_in_batch)
-    kept = few(self, logits_to_keep, plan, following, given)
-    with hf_vision.cutting(self, later), hf_memory.losses_of(self, asked):
-        output = hf_memory.with_losses(self, self.local_forward(**given))
-    if output is None:  # the model changes what its head gives: once more, with logits
-        with hf_vision.cutting(self, later):
-            output = self.local_forward(**given)
-    guard(self, output)
+        kept = few(self, logits_to_keep, batch.plan, following, given)
+        output = hf_memory.run(self, given, asked)
     if kept is not None:
         return changed(output, logits=kept.join(output.logits))
-    return with_loss(self, output, asked, plan, num_items_in_batch) if asked else output
+    return with_loss(self, output, asked, batch.plan, num_items_in_batch) if asked else output
 
 
-def forward_of(model: Any) -> Any:
-    """The prepared forward of the models of this one's class."""
-    kind: Any = type(model)
-    return forward_of_class(kind)
-
-
-@cache
-def forward_of_class(kind: Any) -> Any:
+def forward_of(kind: Any) -> Any:
     """`forward` with the arguments of the models of this class: Trainer and generate read which there are."""
 
     @torch.compiler.disable(recursive=False)
@@ -90,16 +79,11 @@ def forward_of_class(kind: Any) -> Any:
     return prepared_forward
 
 
-def is_ours(method: Any) -> bool:
-    function: Any = getattr(method, "__func__", None)
-    return function is not None and function is forward_of(method.__self__)
-
-
 def keep_outermost(model: Any) -> None:
     """Have a prepared model cut sequences first again, if TRL has put its own forward around that."""
     if hasattr(model, "ringattn") and hf_trl.is_head(model.forward):
         model.ringattn_fused = model.forward
-        model.forward = MethodType(forward_of(model), model)
+        model.forward = MethodType(forward_of(type(model)), model)
 
 
 @torch.compiler.disable
@@ -120,76 +104,65 @@ def few(
 
 @torch.compiler.disable
 def local_inputs(
-    self: Any, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None,
-    following: dict[str, Tensor | None], inputs_embeds: Tensor | None, kwargs: dict[str, Any],
-) -> tuple[Plan, dict[str, Any], hf_vision.Share | None]:  # fmt: skip
-    """The plan for these sequences, and what the model itself is called with: this rank's tokens.
+    self: Any, x: dict[str, Tensor], attention_mask: Tensor | None, position_ids: Tensor | None,
+    following: dict[str, Tensor | None], kwargs: dict[str, Any],
+) -> tuple[dict[str, Any], hf_vision.Share | None]:  # fmt: skip
+    """What the model itself is called with for these sequences: this rank's tokens, by `ringattn_last`.
 
     With images it is called with all tokens, and its decoder cuts them.
     """
-    B, T = sizes(self, input_ids, inputs_embeds, position_ids, following)
-    (labels,) = following.values()
-    plan, name = self.ringattn.local(self, T), type(self).__name__
+    B, T = sizes(self, x, position_ids, following)
+    plan = self.ringattn.local(self, T)
     docs = kwargs.pop("docs", None)
     if docs is None:
         where = documents(B, T, attention_mask, position_ids, kwargs)
     else:
         where = given_documents(docs, (B, T), attention_mask, kwargs)
     refuse_other_attention(self)
-    if labels is not None and (hasattr(self, "_loss_function") or getattr(self, "loss_type", None) not in LOSSES):
-        kind = "a loss_function of its own" if hasattr(self, "_loss_function") else self.loss_type
-        raise ValueError(
-            f"{name} is trained by another loss ({kind}) than that of the next token, which is the one here; leave out "
-            "labels, and work the loss out from its logits"
-        )
-    if labels is not None and self.get_output_embeddings() is None:
-        raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
-    either = (("input_ids", input_ids), ("inputs_embeds", inputs_embeds))
-    x = {name: value for name, value in either if value is not None}
+    labeled = any(x is not None for x in following.values())
+    if labeled:
+        refuse_other_loss(self)
     media = hf_vision.media_of(self, kwargs)
-    if self.ringattn.compare:
-        hf_vision.compare(plan, {**media, "input_ids": input_ids})
-    own = torch.arange(T, device=next(iter(x.values())).device)[None]
+    hf_vision.compare(plan, {**media, "input_ids": x.get("input_ids")})
+    default = torch.arange(T, device=next(iter(x.values())).device)[None]
     positions = position_ids
-    if docs is not None and (media or self.ringattn_before.rule is not None):
-        raise ValueError(f"docs in a call of {name} with images, or with positions of its own, are not supported")
+    if docs is not None and media:
+        raise ValueError(f"docs in a call of {type(self).__name__} with images are not supported")
     if positions is None and not media:
-        positions = counted(self, x, attention_mask) if docs is None else places(docs, own)
-    one_row = None if labels is None or media else dealt_out(self, plan, where, attention_mask, (B, T))
-    self.ringattn_last = one_row or plan
-    if one_row:
-        plan, where = one_row.plan, one_row.docs
+        positions = counted(self, attention_mask) if docs is None else places(docs, default)
+    batch = Dealt(plan, where, None, (B, T))
+    if labeled and not media:
+        batch = dealt_out(self, batch, attention_mask)
+    self.ringattn_last = batch
 
     def take(x: Tensor, dim: int) -> Tensor:
-        mine: Tensor = plan.shard(one_row.row(x, dim) if one_row else x, dim, compare=False)
+        mine: Tensor = batch.plan.shard(batch.row(x, dim), dim, compare=False)
         return mine
 
-    share = hf_vision.Share(Call(plan, where), (B, T), own, take)
+    share = hf_vision.Share(Call(batch.plan, batch.docs), (B, T), default, take)
     if media:
         given = hf_vision.all_tokens({**x, **media, "position_ids": positions}, attention_mask, share)
     else:
-        given = share.text(x, self.ringattn_before.stretched, positions)
-    return plan, {**given, "use_cache": False, **accepted(kwargs)}, share if media else None
+        given = share.text(x, self.ringattn_stretched, positions)
+    return {**given, "use_cache": False, **accepted(kwargs)}, share if media else None
 
 
-def dealt_out(
-    model: Any, plan: Plan, docs: Docs | None, attention_mask: Tensor | None, shape: tuple[int, int]
-) -> Dealt | None:
+def dealt_out(model: Any, batch: Dealt, attention_mask: Tensor | None) -> Dealt:
     """The batch as one row, if the model's plans leave the layout open, or deal out documents, and the batch has some.
 
     Layers of linear attention, which compute documents in rows of their own then, cost more: models with such layers
     are dealt out on request, and not where they are compiled, since that would be done anew for each batch.
     """
+    plan, docs, source, linear = batch.plan, batch.docs, model.ringattn.source, model.ringattn.linear
     if docs is None or plan.ring == 1:
-        return None
-    source, linear = model.ringattn.source, model.ringattn_before.linear
+        return batch
     is_open = isinstance(source, Choice) and source.layout == "auto" and not linear
     if not (is_open or plan.layout == "balanced") or (linear and compiled(model)):
-        return None
-    if not docs.plain and (shape[0] > 1 or docs.padded):
-        return None
+        return batch
+    if not docs.plain and (batch.shape[0] > 1 or docs.padded):
+        return batch
     real = None if attention_mask is None else attention_mask.bool().numpy(force=True)
-    return dealt(plan, docs, attention_of(model).get("spec", AttentionSpec()), shape, real)
+    return dealt(plan, docs, attention_of(model).get("spec", AttentionSpec()), batch.shape, real)
 
 
 def compiled(model: Any) -> bool:
@@ -197,30 +170,12 @@ def compiled(model: Any) -> bool:
     return running or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
-@torch.compiler.disable
-def guard(self: Any, output: Any) -> None:
-    """Refuse a backward pass that would recompute layers of a model that is no longer prepared: they would be wrong."""
-
-    def check(grad: Tensor) -> None:
-        if not hasattr(self, "ringattn") and any(getattr(m, "gradient_checkpointing", False) for m in self.modules()):
-            raise ValueError(
-                f"backward of this {type(self).__name__} recomputes its layers, and it was unprepared since forward; "
-                "call backward before unprepare, inside of `with hf.prepared(...)`"
-            )
-
-    for x in output.values():
-        if isinstance(x, Tensor) and x.requires_grad:
-            x.register_hook(check)
-
-
-def sizes(
-    model: Any, input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict[str, Any]
-) -> tuple[int, int]:
+def sizes(model: Any, x: dict[str, Any], position_ids: Any, following: dict[str, Any]) -> tuple[int, int]:
     """(B, T) of what was given; a ValueError about what is no tensor of that shape."""
-    name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
-    dims = ["batch", "tokens"] if inputs_embeds is None else ["batch", "tokens", "width"]
-    if given is None:
+    if not x:
         raise ValueError("pass input_ids or inputs_embeds: whole sequences, the same on every rank")
+    name, given = list(x.items())[-1]
+    dims = ["batch", "tokens"] if name == "input_ids" else ["batch", "tokens", "width"]
     if not isinstance(given, Tensor) or given.dim() != len(dims):
         raise ValueError(f"{name} {described(given)}; expected a tensor [{', '.join(dims)}]")
     B, T = given.shape[:2]

@@ -27,7 +27,7 @@ from ringattn.serving import KVCache
 from ringattn.torch.agree import note
 
 LOCAL_TOKENS = 16  # at most so many new tokens are not spread over ranks
-LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample")  # of transformers, whose caches only grow
+LOOPS = ("greedy_search", "sample")  # of transformers, whose caches only grow
 
 
 class RanksCache:
@@ -82,17 +82,9 @@ class RanksCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on from row beam_idx[i]."""
-        for cache in self.layers.values():
-            cache.select(beam_idx)
-        for rows in (self.states, self.tails):
-            for layer, x in rows.items():
-                rows[layer] = x[beam_idx.to(x.device)]
-
 
 def with_cache(
-    self: Any, cache_name: str, x: dict[str, Tensor | None], attention_mask: Tensor | None,
+    self: Any, cache_name: str, x: dict[str, Tensor], attention_mask: Tensor | None,
     position_ids: Tensor | None, keep: int | Tensor, given: dict[str, Any],
 ) -> Any:  # fmt: skip
     """The model's output for new tokens, the same on every rank: logits [B, kept, V] of the last `keep`, or of all."""
@@ -105,10 +97,10 @@ def with_cache(
     if isinstance(keep, Tensor):
         raise ValueError("logits_to_keep with a cache: a number of last tokens, not positions")
     refuse_other_attention(self)
-    name, tokens = next((name, x) for name, x in x.items() if x is not None)
+    name, tokens = next(iter(x.items()))
     B, n = tokens.shape[:2]
     spread, plan = self.ringattn, cache.plan
-    if spread.compare and name == "input_ids":
+    if name == "input_ids":
         note(tokens, plan)
     padding = padding_of(attention_mask, cache, B, n)
     if any(layer.room() < n for layer in cache.layers.values()):
@@ -116,24 +108,26 @@ def with_cache(
             f"{cache_name} has {cache.length} tokens a row and no room for {n} more: make it with max_len="
             f"{cache.length + n} or more, as in {cache_name}=hf.RanksCache(plan, max_len)"
         )
-    own = torch.arange(cache.length, cache.length + n, device=tokens.device).expand(B, n)
-    own = own if cache.padding is None else (own - cache.padding[:, None]).clamp(min=0)
-    own = own + cache.turned
+    default = torch.arange(cache.length, cache.length + n, device=tokens.device).expand(B, n)
+    default = default if cache.padding is None else (default - cache.padding[:, None]).clamp(min=0)
+    default = default + cache.turned
     media, n_kept = hf_vision.media_of(self, given), min(keep or n, n)
     local_keep: Any = n_kept
     chunk, call = None, Call(plan, None, cache)
     if n > LOCAL_TOKENS or padding is not None or not cache.begun():
         chunk = Chunk(spread.local(self, n), B, n_kept, padding, tokens.device)
         call, local_keep = chunk.call(cache), chunk.few.mine
-    share = hf_vision.Share(call, (B, n), own, chunk.take if chunk else unchanged, padding)
+    share = hf_vision.Share(call, (B, n), default, chunk.take if chunk else lambda x, dim: x, padding)
     if media:
         mask = None if attention_mask is None else attention_mask[:, -n:]
         media = {name: x[:, -n:] if name.endswith(hf_vision.TYPES) else x for name, x in media.items()}
         new, later = hf_vision.all_tokens({name: tokens, "position_ids": position_ids, **media}, mask, share), share
     else:
-        new, later = share.text({name: tokens}, self.ringattn_before.stretched, position_ids), None
+        new, later = share.text({name: tokens}, self.ringattn_stretched, position_ids), None
+    if takes_kept(self):
+        new["logits_to_keep"] = local_keep
     with torch.no_grad(), hf_vision.cutting(self, later):
-        output = self.local_forward(**new, **keeping(self, local_keep), **{"use_cache": False, **accepted(given)})
+        output = self.local_forward(**new, **{"use_cache": False, **accepted(given)})
     logits = output.logits if chunk is None or takes_kept(self) else output.logits[:, local_keep]
     logits = logits[:, -n_kept:] if chunk is None else chunk.join(logits)
     cache.grow(n, padding is not None)
@@ -153,11 +147,6 @@ def result_name(kind: Any = None) -> str:
     if kind is None:
         from transformers.generation import GenerateDecoderOnlyOutput as kind
     return next(field.name for field in fields(kind) if "Cache" in str(field.type))
-
-
-def unchanged(x: Tensor, dim: int) -> Tensor:
-    """What every rank takes of new tokens that are not spread."""
-    return x
 
 
 class Chunk:
@@ -192,11 +181,6 @@ def takes_kept(model: Any) -> bool:
     return "logits_to_keep" in signature(model.local_forward).parameters
 
 
-def keeping(model: Any, keep: Any) -> dict[str, Any]:
-    """The argument that has the model compute the logits of these tokens only, if it takes one."""
-    return {"logits_to_keep": keep} if takes_kept(model) else {}
-
-
 def padding_of(attention_mask: Tensor | None, cache: RanksCache, B: int, n: int) -> Tensor | None:
     """How many of these n tokens are padding, in front of each row; only what begins a row may be, in many chunks."""
     if attention_mask is None or bool(attention_mask[:, -n:].all()):
@@ -225,10 +209,6 @@ def prepare_cache(
     if way not in LOOPS:
         raise ValueError(f"{way} is not supported over ranks; supported are {', '.join(LOOPS)}")
     plan = self.ringattn.local(self, max_len)
-    if generation_config.do_sample and plan.ring * plan.ulysses > 1 and "threads" in (
-        plan.ring_axis.by, plan.ulysses_axis.by
-    ):  # fmt: skip
-        raise ValueError("do_sample: ranks that are threads share one generator; sample with processes, by torchrun")
     mask, name = model_kwargs.get("attention_mask"), cache_among(model_kwargs)
     if isinstance(mask, Tensor) and not mask.any(-1).all():
         raise ValueError("attention_mask has a row of padding only; give each row a token")
@@ -255,16 +235,16 @@ def numbers_of_the_first(plan: Plan) -> Iterator[None]:
         yield
         return
     device = torch.device(plan.device)
-    own = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
-    state = own.to(device).view(torch.int64)[None]
+    random: Any = torch.cuda if device.type == "cuda" else torch
+    before = random.get_rng_state()
+    state = before.to(device).view(torch.int64)[None]
     for axis in axes:
         state = axis.all_gather(state).wait()[:1]
-    set_state = torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state
-    set_state(state[0].view(torch.uint8).cpu())
+    random.set_rng_state(state[0].view(torch.uint8).cpu())
     plan.axes.kept["alike"] = True
     try:
         yield
     finally:
         plan.axes.kept["alike"] = False
         if any(axis.rank for axis in axes):
-            set_state(own)
+            random.set_rng_state(before)

@@ -17,14 +17,12 @@ from torch.nn import functional as F
 
 from ringattn import api
 from ringattn.kernels.linear.maps import Inputs
-from ringattn.kernels.linear.recurrent import few_tokens
-from ringattn.models.hf.attention import Call
-from ringattn.models.linear import STEP_TOKENS, exact
-from ringattn.plans.plan import Plan
-from ringattn.torch.handles import whole_on_one
-from ringattn.torch.linear.halo import causal_convolution, last_tokens
+from ringattn.models.hf.attention import Call, needed
+from ringattn.models.linear import continued, convolved, exact
+from ringattn.torch.linear.halo import causal_convolution
 from ringattn.torch.sharding import own_positions
 
+LAYER = "a linear layer"
 EPS = 1e-6  # of the length of q and k, in all these models
 
 
@@ -35,14 +33,12 @@ def convolution(
     """`causal_conv1d_fn`: [B, C, T] by weight [C, W], whose last column is the token itself."""
     from transformers.activations import ACT2FN
 
-    call, x = needed(ringattn), hidden_states.mT
-    plan = plan_of(call, x)
+    call, x, weight = needed(ringattn, LAYER), hidden_states.mT, weight.flip(1)
     if call.cache is None:
-        y = causal_convolution(x, weight.flip(1), plan, call.docs)
+        y = causal_convolution(x, weight, call.plan, call.docs)
     else:
-        first = call.cache.tails.get(layer)
-        y = causal_convolution(x, weight.flip(1), plan, None, first)
-        call.cache.tails[layer] = last_tokens(x, plan, weight.shape[1] - 1, first, call.lengths)
+        tails, plan = call.cache.tails, call.plan if call.spread else None
+        y, tails[layer] = convolved(x, weight, plan, tails.get(layer), call.lengths)
     y = y if bias is None else y + bias
     return (y if activation is None else ACT2FN[activation](y)).to(x.dtype).mT
 
@@ -55,7 +51,7 @@ def delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = ((exact(x) * torch.rsqrt(exact(x).square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
                       for x in (query, key))  # fmt: skip
-    return attended(needed(ringattn), layer, query, key, value, g, beta, key.shape[-1] ** -0.5), None
+    return attended(needed(ringattn, LAYER), layer, query, key, value, g, beta, key.shape[-1] ** -0.5), None
 
 
 def mamba2(
@@ -70,7 +66,7 @@ def mamba2(
     x, dt = hidden_states, exact(dt if dt_bias is None else dt + dt_bias.to(dt.dtype))
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     v = (exact(x) * dt[..., None]).to(x.dtype)
-    out = attended(needed(ringattn), layer, C.to(x.dtype), B.to(x.dtype), v, exact(A) * dt, None, 1.0)
+    out = attended(needed(ringattn, LAYER), layer, C.to(x.dtype), B.to(x.dtype), v, exact(A) * dt, None, 1.0)
     return out if D is None else out + x * D[:, None]
 
 
@@ -81,34 +77,13 @@ def attended(
     cache = call.cache
     if cache is None:
         return api.linear_attention(q, k, v, g, call.plan, beta=beta, docs=call.docs, scale=scale)
-    plan, state = plan_of(call, q), cache.states.get(layer)
     if call.lengths is not None:  # padding behind a prompt leaves the state as it is
-        at = torch.from_numpy(own_positions(plan)).to(q.device)
+        at = torch.from_numpy(own_positions(call.plan)).to(q.device)
         padding = at >= call.lengths[:, None]
         k, g = (x.masked_fill(padding.reshape(*padding.shape, *[1] * (x.dim() - 2)), 0.0) for x in (k, g))
-    if q.shape[1] <= STEP_TOKENS and not call.spread:
-        out, state = few_tokens(Inputs(q, k, v, g, beta, None, scale), state)
-        out = out.to(v.dtype)
-    else:
-        out, state = api.linear_attention(
-            q, k, v, g, plan, beta=beta, scale=scale, initial_state=state, return_state=True
-        )
-    cache.states[layer] = state
+    plan, inputs = call.plan if call.spread else None, Inputs(q, k, v, g, beta, None, scale)
+    out, cache.states[layer] = continued(inputs, plan, cache.states.get(layer))
     return out
-
-
-def needed(call: Call | None) -> Call:
-    if call is None:
-        raise ValueError(
-            "a linear layer was called outside a prepared model (call model(...) after ringattn.hf.prepare(model, "
-            "plan)), or by one that does not hand its keyword arguments on, and cannot be spread over ranks"
-        )
-    return call
-
-
-def plan_of(call: Call, x: Tensor) -> Plan:
-    """The plan of the tokens x [B, T, ...], which with a cache may all be on every rank."""
-    return call.plan if call.cache is None or call.spread else whole_on_one(x, x)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:

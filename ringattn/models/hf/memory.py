@@ -5,8 +5,6 @@ computes in float32, and a token's logits are as many as there are words. All ar
 computed for a few tokens at a time, and again in backward.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -15,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.models.hf.modules import inner
-from ringattn.models.hf.targets import Wanted, changed, cross_entropy
+from ringattn.models.hf.targets import Wanted, changed
+from ringattn.models.loss import token_losses
 from ringattn.models.pieces import LOGITS, tokens_at_once
 from ringattn.models.pieces import in_pieces as applied
 
@@ -87,49 +86,43 @@ def by_pieces(self: Any, x: Tensor) -> Any:
 
 @torch.compiler.disable
 def losses_or_logits(self: Any, x: Tensor) -> Any:
-    """What the head of a model gives: logits, or within `losses_of` the loss of each token."""
+    """What the head of a model gives: logits, or within `run` the loss of each token."""
     labels = vars(self).get("ringattn_labels")
     if labels is None:
         return self.ringattn_whole(x)
 
     def losses(x: Tensor, labels: Tensor) -> Tensor:
-        logits = self.ringattn_whole(x)
-        return cross_entropy(logits, labels).clone()  # no view: FSDP2 puts a hook on what a module gives
+        return token_losses(self.ringattn_whole(x), labels).clone()  # no view: FSDP2 puts a hook on what a module gives
 
     self.ringattn_losses = pieces_of(self, losses, LOGITS, x, labels.to(x.device))
     return self.ringattn_losses
 
 
-@contextmanager
-def losses_of(model: Any, asked: Wanted | None) -> Iterator[None]:
-    """Within, the head of the model computes losses instead of logits, if it may: in training, of one label a token."""
-    head = vars(model.get_output_embeddings() or model)
-    if asked is None or asked.others is not None or "ringattn_whole" not in head or "ringattn_changes" in head:
-        yield
-        return
-    if not torch.is_grad_enabled():  # evaluation wants logits
-        yield
-        return
-    head["ringattn_labels"] = asked.labels
-    try:
-        yield
-    finally:
-        del head["ringattn_labels"]
+@torch.compiler.disable(recursive=False)
+def run(model: Any, given: dict[str, Any], asked: Wanted | None) -> Any:
+    """The model's output; its head in pieces computes losses in place of logits in training, of one label a token.
 
-
-def with_losses(model: Any, output: Any) -> Any:
-    """The output, its losses as the head gave them; None if the model changed them: it gives logits from then on.
-
-    A wrapper of the head may have cast them (FSDP2 with an output dtype), which is checked once.
+    A wrapper of the head may cast them (FSDP2 with an output dtype), which is undone. A model that changes them gives
+    logits instead, from then on.
     """
     head = vars(model.get_output_embeddings() or model)
-    made, given = head.pop("ringattn_losses", None), output.get("logits")
-    if made is None or (given.data_ptr() == made.data_ptr() and given.shape == made.shape):
+    may = "ringattn_whole" in head and head.get("ringattn_cast") is not False and torch.is_grad_enabled()
+    if asked is None or asked.others is not None or not may:
+        return model.local_forward(**given)
+    head["ringattn_labels"] = asked.labels
+    try:
+        output = model.local_forward(**given)
+    finally:
+        del head["ringattn_labels"]
+    made, result = head.pop("ringattn_losses", None), output.logits
+    if made is None or (result.data_ptr() == made.data_ptr() and result.shape == made.shape):
         return output
-    if "ringattn_cast" not in head:
-        same = given.shape == made.shape and torch.allclose(given, made.to(given.dtype), 0.0, 0.0, equal_nan=True)
-        head["ringattn_cast" if same else "ringattn_changes"] = True
-    return changed(output, logits=BeforeCast.apply(given, made)) if "ringattn_cast" in head else None
+    if "ringattn_cast" not in head:  # compared once, for which a GPU is waited for
+        same = result.shape == made.shape and torch.allclose(result, made.to(result.dtype), 0.0, 0.0, equal_nan=True)
+        head["ringattn_cast"] = same
+    if head["ringattn_cast"]:
+        return changed(output, logits=BeforeCast.apply(result, made))
+    return model.local_forward(**given)
 
 
 class BeforeCast(torch.autograd.Function):

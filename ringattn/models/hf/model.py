@@ -1,11 +1,9 @@
-"""A transformers model over sequences that are spread over ranks: `prepare` and `unprepare`.
+"""A transformers model over sequences that are spread over ranks: `prepare`.
 
 B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -15,10 +13,10 @@ from ringattn.models.hf import generate as hf_generate
 from ringattn.models.hf import linear as hf_linear
 from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import NAME, register, stretched, with_last
-from ringattn.models.hf.choice import Spread, axes_of, joined, source_of
-from ringattn.models.hf.forward import forward_of, is_ours
-from ringattn.models.hf.modules import configs_of, give_own_configs, inner, replace, restore
-from ringattn.models.hf.packed import is_counted, rule_of
+from ringattn.models.hf.choice import Spread, axes_of, source_of
+from ringattn.models.hf.forward import forward_of
+from ringattn.models.hf.modules import give_own_configs, inner
+from ringattn.models.hf.packed import is_counted
 from ringattn.models.hf.refusals import refuse
 from ringattn.plans.plan import Plan
 
@@ -30,7 +28,6 @@ def prepare(
     axes: Mapping[str, Any] | None = None,
     seq_len: int | None = None,
     over: Sequence[Any] = (),
-    compare: bool = True,
     averaged: bool = False,
 ) -> nn.Module:
     """The same model, whose `forward` takes whole sequences and computes this rank's tokens.
@@ -48,8 +45,8 @@ def prepare(
     packed documents; `docs`, a ringattn.Docs of the whole sequences, describes them instead, with prefixes or as trees.
     `over` are further axes to average over (a data axis), or their names in the mesh. Within peft's adapters or
     torch.compile, the inner model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of
-    its config. Token ids and labels are compared between the ranks of the plan, at first and then now and then, unless
-    `compare` is False.
+    its config, and stays prepared. Token ids and labels are compared between the ranks of the plan, at first and then
+    now and then.
     """
     bare = inner(model)
     source = source_of(plan, axes, seq_len)
@@ -57,27 +54,24 @@ def prepare(
     refuse(bare, source)
     register()
     give_own_configs(model)
-    configs = [(config, config._attn_implementation) for config in configs_of(bare)]
     decoder = hf_vision.decoder_of(bare)
     if decoder is None:
         bare.set_attn_implementation(NAME)
     else:
-        hf_vision.towers_keep_theirs(bare, decoder)
-        hf_vision.cut_at(decoder)
-    rotaries = stretched(bare)
-    for rotary in rotaries:
-        replace(rotary, ringattn_last=None, ringattn_forward=rotary.forward, forward=MethodType(with_last, rotary))
-    linear = hf_linear.linear_layers(bare)
+        hf_vision.cut_at(bare, decoder)
+    rotaries, linear = stretched(bare), hf_linear.linear_layers(bare)
+    for rotary in rotaries:  # methods and not closures: a copy of the model runs its own weights
+        new = {"ringattn_last": None, "ringattn_forward": rotary.forward, "forward": MethodType(with_last, rotary)}
+        vars(rotary).update(new)
     for layer in linear:
-        replace(layer, forward=hf_linear.spread(layer))
-    replace(
-        bare,
-        ringattn=Spread(source, over, is_counted(bare), compare, averaged),
-        ringattn_last=None,  # how the latest batch was spread
+        vars(layer)["forward"] = hf_linear.spread(layer)
+    vars(bare).update(
+        ringattn=Spread(source, over, is_counted(bare), bool(linear), averaged),
+        ringattn_last=None,  # the latest batch, a Dealt
         ringattn_fused=None,  # the forward that TRL put around this one
-        ringattn_before=Before(configs, rotaries, rule_of(bare), bool(linear)),
+        ringattn_stretched=rotaries,
         local_forward=bare.forward,
-        forward=MethodType(forward_of(bare), bare),
+        forward=MethodType(forward_of(type(bare)), bare),
         generate=MethodType(hf_generate.generate, bare),
         _prepare_cache_for_generation=MethodType(hf_generate.prepare_cache, bare),
     )
@@ -95,54 +89,10 @@ def plan_of(model: Any) -> Plan:
     return plan
 
 
-@dataclass
-class Before:
-    """What `unprepare` gives configs back, and modules that each call needs and would take long to look for."""
-
-    configs: list[tuple[Any, str | None]]
-    stretched: list[nn.Module]  # rotary angles that depend on the length
-    rule: nn.Module | None  # what numbers positions by a rule of its own
-    linear: bool  # whether there are layers of linear attention
-
-
 def whole(model: Any, x: Tensor) -> Tensor:
     """The whole rows [B, T, ...] of what the last call of a prepared model gave of this rank's tokens."""
     bare = inner(model)
     if getattr(bare, "ringattn_last", None) is None:
         raise ValueError("nothing to join: call the prepared model first")
-    return joined(bare, x)
-
-
-def unprepare(model: nn.Module) -> nn.Module:
-    """The same model as it was before `prepare`, with the weights that it has now; also inside of peft's adapters.
-
-    The attention of its configs stays if it was changed since. The model keeps its own copy of its config, and the name
-    of this attention stays registered with transformers, and changes no other model.
-    """
-    bare = inner(model)
-    name = type(bare).__name__
-    if not hasattr(bare, "ringattn"):
-        raise ValueError(f"this {name} is not prepared; nothing is to be undone")
-    if not is_ours(bare.forward):
-        raise ValueError(
-            f"the forward of this {name} was wrapped after prepare; undo that first (accelerate: "
-            "accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
-        )
-    for config, way in bare.ringattn_before.configs:
-        if config._attn_implementation == NAME:
-            config._attn_implementation_internal = way
-    restore(bare)
-    return model
-
-
-@contextmanager
-def prepared(model: nn.Module, plan: Any, **options: Any) -> Iterator[nn.Module]:
-    """`with prepared(model, plan) as model:` prepares the model, and undoes that at the end of the block.
-
-    Call backward in the block too if activations are recomputed there.
-    """
-    ready = prepare(model, plan, **options)
-    try:
-        yield ready
-    finally:
-        unprepare(model)
+    rows: Tensor = bare.ringattn_last.whole(x)
+    return rows

@@ -14,7 +14,6 @@ from ringattn.masks.spec import Docs
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # beside position_ids, from DataCollatorWithFlattening
 UNUSED = ("max_length_q", "max_length_k")  # the others contain it already
-RULES = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
 
 
 def documents(
@@ -114,23 +113,11 @@ def packing(B: int, T: int, more: dict[str, Any]) -> np.ndarray:
     return cuts
 
 
-def counted(model: Any, x: dict[str, Tensor], attention_mask: Tensor | None) -> Tensor | None:
+def counted(model: Any, attention_mask: Tensor | None) -> Tensor | None:
     """The positions that a model gives whole sequences, if that is not one after the other."""
-    positions = numbered(model.ringattn_before.rule, x.get("input_ids"), x.get("inputs_embeds"))
-    if positions is None and model.ringattn.counted and attention_mask is not None:
-        return (attention_mask.cumsum(1) * attention_mask).long() - 1
-    return positions
-
-
-def rule_of(model: nn.Module) -> nn.Module | None:
-    """The embeddings that give whole sequences positions by a rule of their own, as RoBERTa's do, if there are any."""
-    return next((m for m in model.modules() if hasattr(m, RULES[0])), None)
-
-
-def numbered(embeddings: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor | None:
-    name, x = (RULES[0], input_ids) if inputs_embeds is None else (RULES[1], inputs_embeds)
-    rule = getattr(embeddings, name, None)
-    return None if rule is None else rule(x, embeddings.padding_idx)
+    if not model.ringattn.counted or attention_mask is None:
+        return None
+    return (attention_mask.cumsum(1) * attention_mask).long() - 1
 
 
 def is_counted(model: nn.Module) -> bool:

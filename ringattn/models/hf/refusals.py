@@ -27,7 +27,7 @@ def refuse(model: nn.Module, plan: Any) -> None:
     if isinstance(plan, Plan) and (plan.heads is not None or plan.head_dim is not None):
         raise ValueError("make the plan without heads and head_dim: a model's layers may differ in them")
     if hasattr(model, "ringattn"):
-        raise ValueError(f"this {name} is already prepared; use it as it is, or hf.unprepare(model) first")
+        raise ValueError(f"this {name} is already prepared; use it as it is")
     refuse_model(model, name)
     if not isinstance(plan, Plan):
         return
@@ -54,6 +54,8 @@ def refuse_model(model: nn.Module, name: str) -> None:
     supported: Any = linear or spread._supports_attention_backend or uses_interface(model)  # the call checks the rest
     if not (type(spread)._can_set_attn_implementation() and supported):
         raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
+    if any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules()):
+        raise ValueError(f"{name} numbers positions by a rule of its own, as RoBERTa does, which is not supported")
     if any(kind in name for kind in POOLED):
         raise ValueError(f"{name} predicts from one token, which only one rank holds, and is not supported")
     supported_types = {*LAYERS, *POINTWISE, *(getattr(layer, "layer_type", LINEAR) for layer in linear)}
@@ -90,6 +92,19 @@ def refuse_other_attention(model: Any) -> None:
             f"{type(model).__name__} was prepared, and then given {way!r} as its attention; leave that as prepare set "
             "it"
         )
+
+
+def refuse_other_loss(model: Any) -> None:
+    """A ValueError about labels of a model that does not predict the next token."""
+    name, kind = type(model).__name__, getattr(model, "loss_type", None)
+    kind = "a loss_function of its own" if hasattr(model, "_loss_function") else kind
+    if kind not in LOSSES:
+        raise ValueError(
+            f"{name} is trained by another loss ({kind}) than that of the next token, which is the one here; leave out "
+            "labels, and work the loss out from its logits"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
 
 
 def accepted(kwargs: dict[str, Any]) -> dict[str, Any]:

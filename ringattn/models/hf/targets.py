@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ringattn.masks.spec import Docs
 from ringattn.models.batch import IGNORED, Dealt, following, local_labels
-from ringattn.models.loss import compare_ranks, mean_over_ranks
+from ringattn.models.loss import compare_ranks, mean_over_ranks, token_losses
 from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.plans.plan import Plan
 from ringattn.torch.sharding import Gathered, local_positions
@@ -40,13 +40,13 @@ class Wanted(NamedTuple):
 
 
 @torch.compiler.disable
-def wanted(self: Any, targets: list[Tensor], plan: Plan, one_row: Dealt | None) -> Wanted | None:
-    """This rank's part of the targets [B, T], or of the batch as it is dealt out; None if there are none."""
+def wanted(targets: list[Tensor], batch: Dealt) -> Wanted | None:
+    """This rank's part of the targets [B, T], as the batch is dealt out; None if there are none."""
     if not targets:
         return None
-    labels, *more = [one_row.row(x) for x in targets] if one_row else targets
-    others = local_labels(torch.stack(more), plan, dim=2, compare=False) if more else None
-    return Wanted(local_labels(labels, plan, compare=self.ringattn.compare), others)
+    labels, *more = map(batch.row, targets)
+    others = local_labels(torch.stack(more), batch.plan, dim=2, compare=False) if more else None
+    return Wanted(local_labels(labels, batch.plan), others)
 
 
 @torch.compiler.disable
@@ -77,21 +77,15 @@ def mean_loss(result: Tensor, asked: Wanted, plan: Plan, over: Sequence[Any], it
     losses, counted = result, labels != IGNORED
     if result.dim() == 3:
         losses = in_pieces(
-            cross_entropy, tokens_at_once(LOGITS, result.shape[-1], len(result)), result, labels, weights=()
+            token_losses, tokens_at_once(LOGITS, result.shape[-1], len(result)), result, labels, weights=()
         )
     if asked.others is not None:  # of a few tokens, where branches go on from them
         others = asked.others.to(result.device)
         n, rows, at = (others != IGNORED).nonzero(as_tuple=True)
-        parting = cross_entropy(result[rows, at][None], others[n, rows, at][None])
+        parting = token_losses(result[rows, at][None], others[n, rows, at][None])
         losses, counted = torch.cat([losses.flatten(), parting[0]]), F.pad(counted.flatten(), (0, len(at)), value=True)
     compare_ranks(plan, "the loss of a prepared model", over)
     return mean_over_ranks(losses, counted, plan, over, items)
-
-
-def cross_entropy(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
-    """In float32, of each token that has a label; 0 for the others."""
-    logits, labels = logits_BtV.float().flatten(0, 1), labels_Bt.flatten()
-    return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED).view_as(labels_Bt)
 
 
 class Kept(NamedTuple):

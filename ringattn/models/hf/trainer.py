@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -9,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ringattn.comms import mesh as meshes
-from ringattn.models.batch import IGNORED, Dealt
+from ringattn.models.batch import IGNORED
 from ringattn.models.hf import accelerate as hf_accelerate
 from ringattn.models.hf import model as hf_model
 from ringattn.models.hf import trl as hf_trl
-from ringattn.models.hf.choice import joined
 from ringattn.models.hf.forward import keep_outermost
 from ringattn.models.hf.targets import scaled, targets_of
 from ringattn.plans.plan import Plan
@@ -23,9 +22,8 @@ from ringattn.plans.plan import Plan
 class OverRanks(hf_trl.Answers):
     """Has transformers' Trainer train over ranks: `class LongTrainer(hf.OverRanks, Trainer): ...`.
 
-    Give it a model and TrainingArguments(parallelism_config=ParallelismConfig(cp_size=N)), or a prepared model. On
-    CPUs, for which accelerate has no ParallelismConfig, each rank has all weights, as with DDP. Ranks of one plan get
-    the same examples, and those of a data axis (`prepare(..., over=("data",))`) different ones.
+    Give it a model and TrainingArguments(parallelism_config=ParallelismConfig(cp_size=N)), or a prepared model. Ranks
+    of one plan get the same examples, and those of a data axis (`prepare(..., over=("data",))`) different ones.
     Gradients, which DDP and FSDP average over all ranks, come out as sums of the ranks' shares.
     """
 
@@ -37,7 +35,6 @@ class OverRanks(hf_trl.Answers):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.packing: dict[str, Any] = {}  # arguments of TRL that its constructor refuses, to be put back after it
-        self.mesh: Any = None  # of ranks that accelerate's ParallelismConfig is not for
         super().__init__(*args, **kwargs)
         vars(self.args).update(self.packing)
         reference = getattr(self, "ref_model", None)
@@ -48,11 +45,6 @@ class OverRanks(hf_trl.Answers):
         self.check_answers()
 
     def create_accelerator_and_postprocess(self) -> None:
-        config = getattr(self.args, "parallelism_config", None)
-        if config is not None and config.cp_size > 1 and hf_accelerate.on_cpus(self.args.device):
-            data = config.dp_replicate_size * config.dp_shard_size
-            self.mesh = meshes.init_mesh(data=data, sequence=config.cp_size, device_type="cpu")
-            self.args.parallelism_config = None  # which accelerate refuses there: DDP averages gradients instead
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.by_accelerate:
             hf_accelerate.over_ranks(self.accelerator)
@@ -77,8 +69,6 @@ class OverRanks(hf_trl.Answers):
         """Prepare the model for accelerate's mesh, or a reference model as the trained one is prepared."""
         if self.by_accelerate:
             hf_accelerate.prepare_for(self.accelerator, model)
-        elif self.mesh is not None and not hasattr(model, "ringattn"):
-            hf_model.prepare(model, self.mesh, over=("data",))
         elif not hasattr(self.model, "ringattn"):
             raise ValueError(
                 "the model is not prepared: give the trainer hf.prepare(model, plan), or "
@@ -99,7 +89,7 @@ class OverRanks(hf_trl.Answers):
         return any(hf_trl.is_head(vars(bare).get(name)) for name in ("forward", "local_forward", "ringattn_fused"))
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
-        return hf_accelerate.unchanged, inputs
+        return nullcontext, inputs
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -146,12 +136,10 @@ class OverRanks(hf_trl.Answers):
         if isinstance(x, list | tuple):
             return tuple(map(self.whole, x))
         model = hf_model.inner(self.model)
-        last = model.ringattn_last
-        plan = last.plan if isinstance(last, Dealt) else last
-        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] != plan.local_len:
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] != model.ringattn_last.plan.local_len:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"the model also gives {shape}, which is not one row a token: name it in ignore_keys")
-        return joined(model, x)
+        return model.ringattn_last.whole(x)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         counted = Counted(dataloader, self.data_place, self.args.eval_batch_size)
@@ -162,7 +150,11 @@ class OverRanks(hf_trl.Answers):
         """The rows of all data ranks in the order of the dataset, without those that only fill up the last batch."""
         if isinstance(x, list | tuple):
             return tuple(self.of_data_ranks(each, real) for each in x)
-        return self.accelerator.gather(x).unflatten(0, (self.args.world_size, -1))[self.firsts].flatten(0, 1)[:real]
+        return self.of_firsts(self.accelerator.gather(x))[:real]
+
+    def of_firsts(self, x: Tensor) -> Tensor:
+        """Of the rows of all ranks, those of the first rank of each plan."""
+        return x.unflatten(0, (self.args.world_size, -1))[self.firsts].flatten(0, 1)
 
     @cached_property
     def firsts(self) -> Tensor:

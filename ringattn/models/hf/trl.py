@@ -13,16 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.models.hf.choice import joined
 from ringattn.models.hf.generate import numbers_of_the_first
 from ringattn.models.hf.targets import Wanted
 
-EACH_RANK = {  # arguments of GRPOTrainer with which each rank would get answers of its own
-    "use_vllm": "vLLM generates for each rank: leave it out, and the prepared model generates over ranks",
-    "tools": "each rank would call the tools for itself",
-    "rollout_func": "each rank would call it for itself",
-    "environment_factories": "each rank would have an environment of its own",
-}
+# arguments of GRPOTrainer with which each rank would get answers of its own
+EACH_RANK = "use_vllm", "tools", "rollout_func", "environment_factories"
 
 
 def is_head(forward: Any) -> bool:
@@ -48,10 +43,10 @@ def log_probs(self: Any, given: dict[str, Any], asked: Wanted | None, shifted: b
 
 @torch.compiler.disable
 def of_whole(output: Any, mine: Tensor, model: Any, shifted: bool, items: Any) -> Any:
-    outputs = {}
+    outputs, whole = {}, model.ringattn_last.whole
     for name, x in output.items():
         if isinstance(x, Tensor) and x.shape == mine.shape:
-            x = joined(model, x.int()).bool() if x.dtype == torch.bool else joined(model, x)
+            x = whole(x.int()).bool() if x.dtype == torch.bool else whole(x)
             outputs[name] = x if shifted else x[:, :-1]
     count = outputs["label_mask"].sum().clamp(min=1) if items is None else items
     return type(output)(loss=-outputs["log_probs"].sum() / count, **outputs)
@@ -69,45 +64,35 @@ class Answers:
     plan: Any  # of OverRanks
     data_place: Any
     firsts: Any
-
-    @property
-    def answers(self) -> bool:
-        """Whether this trainer generates what it learns from."""
-        return hasattr(self.args, "num_generations")
+    of_firsts: Any
 
     def check_answers(self) -> None:
         """A ValueError about arguments with which answers or losses would be wrong; batches are those of data ranks."""
-        if not self.answers:
+        if not hasattr(self.args, "num_generations"):  # this trainer generates nothing
             return
         if not any(kind.__name__ == "GRPOTrainer" for kind in type(self).__mro__):
             raise ValueError(
                 f"{type(self).__name__} deals out answers that it generates itself; of such trainers GRPOTrainer is "
                 "supported over ranks"
             )
-        for name, why in EACH_RANK.items():
-            if getattr(self, name, None):
-                raise ValueError(f"{name}: {why}")
         args = self.args
-        rows = args.per_device_train_batch_size * args.steps_per_generation
-        if rows % args.num_generations:
-            raise ValueError(
-                f"num_generations={args.num_generations} does not divide {rows} rows, per_device_train_batch_size="
-                f"{args.per_device_train_batch_size} x steps_per_generation={args.steps_per_generation}: the answers "
-                "to one prompt belong to the ranks of one plan"
-            )
-        each = args.num_generations_eval or args.num_generations
-        if getattr(self, "eval_dataset", None) is not None and args.eval_batch_size % each:
-            raise ValueError(
-                f"per_device_eval_batch_size={args.eval_batch_size} is not divisible by the {each} answers to each "
-                "prompt of an evaluation: they belong to the ranks of one plan"
-            )
+        rows, each = args.per_device_train_batch_size * args.steps_per_generation, args.num_generations
+        evaluated, of_prompt = args.eval_batch_size, args.num_generations_eval or each
+        problems = {name: "each rank would get answers of its own" for name in EACH_RANK if getattr(self, name, None)}
+        same_plan = "the answers to one prompt belong to the ranks of one plan"
+        if rows % each:
+            problems["num_generations"] = f"{each} does not divide {rows} rows a generation: {same_plan}"
+        if getattr(self, "eval_dataset", None) is not None and evaluated % of_prompt:
+            problems["per_device_eval_batch_size"] = f"{of_prompt} does not divide {evaluated}: {same_plan}"
+        if problems:
+            raise ValueError("; ".join(f"{name}: {why}" for name, why in problems.items()))
         args.generation_batch_size = size = rows * self.data_place[0]
-        once = partial(OfFirsts, self.firsts.tolist(), args.world_size, size)  # TRL's sizes count every rank
+        of_firsts = partial(OfFirsts, self.firsts.tolist(), args.world_size, size)  # TRL's sizes count every rank
         logs: dict[str, Any] = self._logs  # type: ignore[has-type]
         lasting: Any = partial(deque, maxlen=size)
         self._logs = {
-            **logs, **{name: once() for name in ("images", "prompt", "completion")}, "advantages": lasting(),
-            "rewards": defaultdict(lasting), "extra": defaultdict(once),
+            **logs, **{name: of_firsts() for name in ("images", "prompt", "completion")}, "advantages": lasting(),
+            "rewards": defaultdict(lasting), "extra": defaultdict(of_firsts),
         }  # fmt: skip
 
     @contextmanager
@@ -121,18 +106,15 @@ class Answers:
             self.accelerator = whole
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        if not self.answers:
+        if not hasattr(self.args, "num_generations"):
             return super()._prepare_inputs(inputs)  # type: ignore[misc]
-        with (
-            self.as_data_ranks(),
-            numbers_of_the_first(self.plan),
-        ):  # with which TRL samples, and shuffles what it sampled
+        with self.as_data_ranks(), numbers_of_the_first(self.plan):  # TRL samples with them, and shuffles
             return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any) -> Tensor:
         """The rewards of all data ranks' answers, as the first rank of each plan has them."""
-        rewards: Tensor = super()._calculate_rewards(*args)  # type: ignore[misc]
-        return rewards.unflatten(0, (self.args.world_size, -1))[self.firsts].flatten(0, 1)
+        rewards: Tensor = self.of_firsts(super()._calculate_rewards(*args))  # type: ignore[misc]
+        return rewards
 
 
 class DataRanks:
@@ -148,9 +130,8 @@ class DataRanks:
         return type(self.accelerator).prepare_data_loader(self, loader)
 
     def gather(self, x: Tensor) -> Tensor:
-        ranks = self.accelerator.num_processes
         rows: Tensor = self.accelerator.gather(x)
-        return rows if ranks == 1 else rows.unflatten(0, (ranks, -1))[self.trainer.firsts].flatten(0, 1)
+        return rows if self.accelerator.num_processes == 1 else self.trainer.of_firsts(rows)
 
     gather_for_metrics = gather  # of counts and sums, which a last batch of fewer rows does not shorten
 

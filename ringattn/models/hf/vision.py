@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ringattn.masks.spec import Docs
 from ringattn.models.hf.attention import ARGUMENTS, NAME, PASSED, Asked, Call, spans_of, stretched
-from ringattn.models.hf.modules import replace
 from ringattn.plans.plan import Plan
 from ringattn.torch.agree import note
 
@@ -30,16 +29,16 @@ class Share:
     """How one forward pass calls the text decoder: which of the tokens [B, T] are this rank's, and their call."""
 
     def __init__(
-        self, call: Call, shape: tuple[int, int], own: Tensor, take: Callable[[Tensor, int], Tensor],
+        self, call: Call, shape: tuple[int, int], default: Tensor, take: Callable[[Tensor, int], Tensor],
         padding: Tensor | None = None,
     ):  # fmt: skip
         self.call, self.shape, self.take = call, shape, take
-        self.own = own  # positions [B, T], where the model leaves them to its decoder
+        self.default = default  # positions [B, T], where the model leaves them to its decoder
         self.first = [0] * shape[0] if padding is None else padding.tolist()  # the tokens that the call's begin with
 
     def positions(self, rotaries: list[nn.Module], given: Tensor | None) -> dict[str, Tensor]:
         """This rank's positions, of which a token may have several: [B, T] or [3 or 4, B, T] is cut."""
-        x = self.own if given is None else given
+        x = self.default if given is None else given
         for rotary in rotaries:
             rotary.ringattn_last = x.max()
         return {"position_ids": self.take(x.expand(*x.shape[:-2], *self.shape), x.dim() - 1)}
@@ -61,16 +60,13 @@ def decoder_of(model: Any) -> Any:
     return decoder if takes else None
 
 
-def towers_keep_theirs(model: Any, decoder: Any) -> None:
-    """Give the text decoder our attention, and leave that of the towers, which see whole images."""
+def cut_at(model: Any, decoder: Any) -> None:
+    """Have the decoder cut whole sequences while its `ringattn_cut` is set. Towers keep their attention."""
     decoder.set_attn_implementation(NAME)
     for config in (model.config, model.config.get_text_config()):  # by which models make masks for their decoder
         config._attn_implementation_internal = NAME
-
-
-def cut_at(decoder: Any) -> None:
-    """Have the decoder cut whole sequences while its `ringattn_cut` is set."""
-    replace(decoder, ringattn_cut=None, ringattn_forward=decoder.forward, forward=MethodType(forward, decoder))
+    new = {"ringattn_cut": None, "ringattn_forward": decoder.forward, "forward": MethodType(forward, decoder)}
+    vars(decoder).update(new)
 
 
 @torch.compiler.disable(recursive=False)
@@ -105,7 +101,7 @@ def all_tokens(given: dict[str, Any], attention_mask: Tensor | None, share: Shar
     """What the model is called with where its decoder cuts: all tokens, and what its towers see."""
     given = {name: x for name, x in given.items() if x is not None}
     if attention_mask is None:  # with one, transformers looks for no packed documents: these are in the call
-        attention_mask = torch.ones(share.shape, dtype=torch.long, device=share.own.device)
+        attention_mask = torch.ones(share.shape, dtype=torch.long, device=share.default.device)
     return {**given, "attention_mask": attention_mask}
 
 
@@ -207,7 +203,7 @@ def mask_of(share: Share, mask: Any, name: str) -> Any:
 
 def both_ways(share: Share, sees: Any) -> Docs | None:
     """The documents of the call, in which images, or a prefix, see themselves both ways; None without such tokens."""
-    docs, (B, T), device = share.call.docs, share.shape, share.own.device
+    docs, (B, T), device = share.call.docs, share.shape, share.default.device
     first = torch.tensor(share.first, device=device)[:, None]
     at = torch.arange(T, device=device).expand(B, T) - first
     starts = torch.tensor([[0, T]] if docs is None else docs.starts.tolist(), device=device).expand(B, -1)
