@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments,
-)  # fmt: skip
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.trainer import Trainer, TrainingArguments
 
 import ringattn as ra
 from ringattn import hf

@@ -14,9 +14,7 @@ DATA = ("dp_replicate", "dp_shard")  # accelerate's names of the axes of a mesh
 CONTEXT = "cp"
 
 
-def over_ranks(
-    accelerator: A, *, seq_len: int | None = None, strategy: str = "auto", layout: str = "auto"
-) -> A:
+def over_ranks(accelerator: A, *, seq_len: int | None = None, strategy: str = "auto", layout: str = "auto") -> A:
     """The same accelerator, whose `prepare` also calls `hf.prepare`, over its context-parallel ranks.
 
     Make it with ParallelismConfig(cp_size=N). Models take whole sequences, their loss is the mean over all ranks of the

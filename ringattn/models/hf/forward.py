@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.masks.spec import AttentionSpec
 from ringattn.models.batch import Dealt, dealt
 from ringattn.models.hf import generate as hf_generate
 from ringattn.models.hf import memory as hf_memory
