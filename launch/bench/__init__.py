@@ -39,9 +39,8 @@ NOT_IN_ROWS = ("timeout", "device")  # options that change no figure, or that `s
 def main(argv: list[str]) -> int:
     """`ringattn bench SUITE ...`: the suite's own options, and out=FILE for every suite."""
     if not argv or argv[0] in ("-h", "--help"):
-        head, _, about = (__doc__ or "").strip().partition("\n")
-        suites = "\n".join(f"    {name:<9} {what}" for name, what in SUITES.items())
-        print(f"usage: ringattn bench SUITE [out=FILE] [key=value ...]\n\n{head}\n\n{suites}\n{about}")
+        suites = "\n".join(f"  {name:<10} {what}" for name, what in SUITES.items())
+        print(f"usage: ringattn bench SUITE [out=FILE] [key=value ...]\n\n{__doc__}\n{suites}")
         return 0
     name, *words = argv
     if name not in SUITES:

@@ -58,17 +58,14 @@ def run(options: Options) -> Iterator[Row]:
         case = case_of(mask, tokens)
         less = case.alone(ranks)
         alone = measured(options, ra.plan(single, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
+        about = {"devices": kind, **asdict(options), "tokens": tokens, "mask": mask, "ranks": ranks}
         for layout in options.layout:
             plan = ra.plan(mesh, seq_len=case.tokens, strategy=options.strategy, layout=layout, **case.asked, **how)
             for mode, ms in measured(options, plan, case).items():
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim / ranks
                 floor = alone[mode] * case.pairs / less.pairs / ranks
-                yield {
-                    "devices": kind, **asdict(options),
-                    "tokens": case.tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
-                    "mode": mode, "ms": ms,
-                    "tflops": flops / ms / 1e9, "alone": flops / floor / 1e9, "ratio": floor / ms,
-                }  # fmt: skip
+                row = {"strategy": plan.strategy, "layout": layout, "mode": mode, "ms": ms}
+                yield {**about, **row, "tflops": flops / ms / 1e9, "alone": flops / floor / 1e9, "ratio": floor / ms}
 
 
 def measured(options: Options, plan: Any, case: Case) -> dict[str, float]:

@@ -57,7 +57,11 @@ def run(options: Options) -> Iterator[Row]:
 def entered(name: str, case: Case, options: Options) -> Passes | None:
     """The passes of a contestant; if it refuses, or FlashAttention-4 itself fails, the reason is printed instead."""
     try:
-        calls = fa4(case, options) if name == "fa4" else ours(name, case, options)
+        if name == "fa4":
+            calls = fa4(case, options)
+        else:
+            plan = ra.plan(seq_len=case.tokens, kernel=name, **options.sizes, **case.asked)
+            calls = timing.passes_of(options, plan, case.asked)
         calls["forward+backward"]()
         return calls
     except Exception as error:
@@ -65,12 +69,6 @@ def entered(name: str, case: Case, options: Options) -> Passes | None:
             raise
         print(f"{name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
     return None
-
-
-def ours(kernel: str, case: Case, options: Options) -> Passes:
-    """`ra.attention` by this kernel."""
-    plan = ra.plan(seq_len=case.tokens, kernel=kernel, **options.sizes, **case.asked)
-    return timing.passes_of(options, plan, case.asked)
 
 
 def fa4(case: Case, options: Options) -> Passes:

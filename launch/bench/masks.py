@@ -53,10 +53,10 @@ def asked_by(word: str, tokens: int) -> dict[str, Any]:
         n = [int(x) for x in given]
         if kind.isdigit() and int(kind):
             return {"spec": ra.AttentionSpec(window=int(kind))}
-        if kind == "even" or kind in MIXES:
-            (lengths,) = (n,) if kind == "even" else (MIXES[kind],)
-            return {"spec": ra.AttentionSpec(), "docs": ra.Docs.from_lengths(mixed(lengths, tokens))}
-        return {"spec": SPECS[kind](*n)}
+        if kind in SPECS:
+            return {"spec": SPECS[kind](*n)}
+        lengths = mixed(n if kind == "even" else MIXES[kind], tokens)
+        return {"spec": ra.AttentionSpec(), "docs": ra.Docs.from_lengths(lengths)}
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         raise ValueError(f"mask={word}: choose {WORDS}") from None
 

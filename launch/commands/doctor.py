@@ -32,7 +32,6 @@ ABSENT = "not installed"
 @dataclass(frozen=True)
 class Options:
     timeout: float = option(60.0, "seconds after which ranks that do not answer count as broken")
-    ranks: int = option(2, "how many processes to start")
 
 
 class Finding(NamedTuple):
@@ -65,9 +64,9 @@ def examine(options: Options) -> Iterator[Finding]:
     yield from packages.values()
     checks: dict[str, Callable[[], list[Finding]]] = {}
     if torch.state == "ok":
-        checks = {"gpu": gpus, "kernels": in_torch, "gloo": partial(talking, "gloo", options)}
+        checks = {"gpu": gpus, "kernels": in_torch, "gloo": partial(talking, "gloo", options.timeout)}
         if import_module("torch").cuda.is_available():
-            checks["nccl"] = partial(talking, "nccl", options)
+            checks["nccl"] = partial(talking, "nccl", options.timeout)
     elif packages["torch"].state == "none":
         checks = {"devices": in_jax}
     for what, check in checks.items():
@@ -157,19 +156,21 @@ def attended(ranks: int, device: str) -> float:
     plan = ringattn.plan(init_mesh(ring=ranks, device_type=device), seq_len=61)
     torch.manual_seed(0)  # the same on every rank
     whole = [torch.randn(1, 61, heads, 16) for heads in (4, 2, 2)]
-    out = plan.unshard(ringattn.attention(*[plan.shard(x.to(device)) for x in whole], plan))
-    return float((out.cpu() - ringattn.attention(*[x.double() for x in whole])).abs().max())
+    q, k, v = (plan.shard(x.to(device)) for x in whole)
+    out = plan.unshard(ringattn.attention(q, k, v, plan))
+    q, k, v = (x.double() for x in whole)
+    return float((out.cpu() - ringattn.attention(q, k, v)).abs().max())
 
 
-def talking(backend: str, options: Options) -> list[Finding]:
+def talking(backend: str, timeout: float, ranks: int = 2) -> list[Finding]:
     """Real processes compute one attention together and must get what float64 gives."""
     import torch
 
-    device, ranks = "cuda" if backend == "nccl" else "cpu", options.ranks
+    device = "cuda" if backend == "nccl" else "cpu"
     if device == "cuda" and torch.cuda.device_count() < ranks:
         return [Finding("ok", backend, f"not tried, {ranks} ranks need as many GPUs")]
     try:
-        worst = max(processes.run(attended, ranks, ranks, device, backend=backend, timeout=options.timeout))
+        worst = max(processes.run(attended, ranks, ranks, device, backend=backend, timeout=timeout))
     except processes.RankError as error:
         remedy = {
             "gloo": "ranks find each other by the host's name: try GLOO_SOCKET_IFNAME=lo, and check /etc/hosts",

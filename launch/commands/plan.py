@@ -7,11 +7,12 @@ travels. With docs=LENGTHS the work is that of packed documents. With device=tpu
 plan is one for JAX. The mask is drawn.
 """
 
+from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ RANKS_LIMIT = 65536
 RING_LIMIT = 1024  # of longer rings no documents are shown, since what each pair of ranks works on is counted
 RANKS_SHOWN = 16  # of longer rings no steps are shown
 CELLS, SAMPLES = 32, 8  # cells of a side of a mask, and queries of a cell that are looked at
+Link = namedtuple("Link", "by")  # the axis of a plan whose ranks do not exist here
 WIDTH = 64  # columns of who holds what
 SHADES = " .:#"  # of the tokens of a column: a rank has none, few, many, or all
 
@@ -103,12 +105,6 @@ class Options(Common):
     hosts: int | None = option(None, "hosts, each with as many consecutive ranks; without sizes, all their GPUs")
     device: str = option("cuda", "the kind of ranks, unless machine= says it", among=("cuda", "cpu", "tpu"))
     json: bool = option(False, "print everything as JSON")
-
-
-class Link(NamedTuple):
-    """The axis of a plan whose ranks do not exist here."""
-
-    by: str
 
 
 def run(options: Options) -> int:

@@ -157,17 +157,16 @@ class Case:
         )  # fmt: skip
         also: Any = {"spec": self.spec, "sinks": array(given["sinks"]) if self.sinks else None}
         lengths = self.steps[0].begins
-        for do, begins, count, words in self.steps:
-            if begins != lengths:
-                cache = cache.truncate(list(begins)) or cache
-            lengths = tuple(n + count for n in begins)
-            at = Step(do, begins, count, words).tokens
-            q, k, v = (array(given[name][np.arange(self.batch)[:, None], at]) for name in "qkv")
-            if do == "decode":
-                result = ra.decode(q, k, v, cache, **also, **words)
+        for step in self.steps:
+            if step.begins != lengths:
+                cache = cache.truncate(list(step.begins)) or cache
+            lengths = tuple(n + step.count for n in step.begins)
+            q, k, v = (array(given[name][np.arange(self.batch)[:, None], step.tokens]) for name in "qkv")
+            if step.do == "decode":
+                result = ra.decode(q, k, v, cache, **also, **step.words)
             else:
-                chunk = plan.for_length(count)
+                chunk = plan.for_length(step.count)
                 q, k, v = jit(lambda *x, plan=chunk: tuple(map(plan.shard, x)))(q, k, v)
-                result = ra.prefill(q, k, v, chunk, cache, **also, **words)
+                result = ra.prefill(q, k, v, chunk, cache, **also, **step.words)
             out, cache = result if isinstance(result, tuple) else (result, cache)
-            yield out if do == "decode" else jit(chunk.unshard)(out)
+            yield out if step.do == "decode" else jit(chunk.unshard)(out)

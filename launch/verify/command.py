@@ -143,7 +143,7 @@ def caller(options: Options) -> Callable[[Case, oracle.Truth], Errors]:
         mesh_of = cache(partial(init_mesh, device_type=options.device))
         return lambda case, true: messages.gather(one_rank(options, case, true, mesh_of(**case.sizes)))
     if options.backend == "threads":
-        how = {"device": options.device}
+        how: dict[str, Any] = {"device": options.device}
         return lambda case, true: local.run(partial(one_rank, options, case, true), **how, **case.sizes)
     from ringattn.launch.verify import devices
 

@@ -147,7 +147,7 @@ def cached(r: random.Random, words: Words, device: str) -> None:
             lengths = [r.randint(max(1, n - 9), n) for n in lengths]
         left = T - max(lengths)
         n = min(left, r.choice([1, 1, 2, 5, 16])) if decode or r.random() < 0.5 else r.randint(1, left)
-        how = {} if decode else {"move": r.choice(["auto", "queries", "keys"]), "keys": r.choice([None, 2, 7])}
+        how: Words = {} if decode else {"move": r.choice(["auto", "queries", "keys"]), "keys": r.choice([None, 2, 7])}
         if drafts := decode and back and device != "jax" and r.random() < 0.2:
             how = {"parents": [r.randint(-1, i - 1) for i in range(n)]}
         steps.append(Step("decode" if decode else "prefill", tuple(lengths), n, how))
