@@ -59,7 +59,6 @@ class Intervals(NamedTuple):
 
     @property
     def are_rectangles(self) -> bool:
-        """Whether all families are few rectangles."""
         return self.rectangles is not None and all(family.rectangles is not None for family in self.also)
 
 
@@ -70,7 +69,6 @@ def some(families: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def stack(families: Sequence[Intervals]) -> Intervals:
-    """Families as one object."""
     first, *others = families
     return first._replace(also=tuple(others)) if others else first
 

@@ -57,10 +57,9 @@ def plan(
     `machine` is a description by which times are predicted, a name or a file; by default that of this machine. The same
     on every rank.
     """
-    words = of_arguments(spec=spec, docs=docs, transport=transport) or of_mask(mask, docs)
-    raise_if(of_unknown("plan", unknown) or words)
-    spec, docs = AttentionSpec() if spec is None else spec, docs if mask is None else mask
-    transport = Transport() if transport is None else transport
+    raise_if(of_unknown("plan", unknown) or of_mask(mask, docs))
+    raise_if(of_arguments(spec=spec, docs=docs, transport=transport))
+    spec, docs, transport = spec or AttentionSpec(), docs if mask is None else mask, transport or Transport()
     target = target_of(mesh, transport.by, axes)
     alone = Plan(
         seq_len,
@@ -82,7 +81,6 @@ def plan(
 
 
 def of_given(alone: Plan, target: "Target", docs: Docs | None, transport: Transport) -> str | None:
-    """Why no plan can be made of what was given."""
     if target.framework == "jax" and transport.chosen:
         return f"transport={transport.chosen}: in JAX the compiler moves the blocks; leave transport out"
     if docs is not None and docs.length != alone.seq_len:
@@ -151,13 +149,12 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
 
     def ranks(of: Any, names: Mapping[str, tuple[str, ...]]) -> Ranks:
         """All plans of a mesh share their ranks, so that the limits of the caches hold for all of them together."""
-        kept = {} if framework == "jax" else meshes.kept(of)
+        kept: dict[Any, Ranks] = {} if framework == "jax" else meshes.kept(of)
         how = by, *[names.get(role, (role,)) for role in ("ring", "ulysses")], cuts
         if how not in kept:
             ring, ulysses = axes(of, names)
             kept[how] = Ranks(ring, ulysses, framework, device, cuts=cuts)
-        given: Ranks = kept[how]
-        return given
+        return kept[how]
 
     if "sequence" in given:
         (line,) = given["sequence"]

@@ -70,7 +70,7 @@ def test_how_states_go_follows_from_the_ranges_of_a_layout(name, monkeypatch):
         for scan in ("auto", *ways):
             check((ring, ulysses, name), "head", PACKED, scan=scan)
         for scan in {*WAYS} - {*ways}:
-            with pytest.raises(ValueError, match=f"scan='{scan}' .* ranks in another order: use scan='gather'"):
+            with pytest.raises(ValueError, match=f"scan='{scan}' .* ranks in another order: use 'gather'"):
                 check((ring, ulysses, name), "head", PACKED, scan=scan)
 
 

@@ -146,7 +146,7 @@ def test_merging_lets_through_finite_gradients_whatever_lies_between_two_sides(l
 def test_only_partials_over_the_same_rows_are_merged():
     part = Partial(torch.zeros(1, 16, 2, 8), torch.zeros(1, 16, 2))
     for other, says in [
-        (tuple(part), r"b is of type tuple; pass Partial\(out, lse\)"),
+        (tuple(part), r"expected Partial\(out, lse\), got tuple"),
         (Partial(part.out[:, :1], part.lse[:, :1]), r"b has out \(1, 1, 2, 8\) .*; both must have the same rows"),
         (Partial(part.out, part.lse[..., None]), r"b has .* lse \(1, 16, 2, 1\)"),
         (Partial(part.out.numpy(), part.lse), "got Tensor, Tensor, ndarray, Tensor"),

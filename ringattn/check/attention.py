@@ -9,9 +9,8 @@ from ringattn.plans.sizes import groups_problem, heads_problem
 
 
 def of_partials(a: Any, b: Any) -> str | None:
-    for name, x in (("a", a), ("b", b)):
-        if getattr(x, "_fields", None) != ("out", "lse"):
-            return f"{name} is of type {type(x).__name__}; pass Partial(out, lse)"
+    if wrong := [x for x in (a, b) if getattr(x, "_fields", None) != ("out", "lse")]:
+        return f"expected Partial(out, lse), got {type(wrong[0]).__name__}"
     if problem := of_kinds(*a, *b):
         return problem
     (out_a, lse_a), (out_b, lse_b) = ([tuple(x.shape) for x in side] for side in (a, b))

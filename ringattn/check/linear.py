@@ -46,7 +46,7 @@ def of_scan(plan: Plan, scan: str) -> str | None:
         return f"scan={scan!r}: in layout={plan.layout!r} maps go straight to the ranks that need them; leave scan out"
     if plan.framework == "jax":
         return f"scan={scan!r} is for torch: in JAX every device gets the states of all; leave scan out"
-    return f"scan={scan!r}: in layout={plan.layout!r} the sequence does not pass rank after rank: use scan='gather'"
+    return f"scan={scan!r} in layout={plan.layout!r}, which passes the {plan.ring} ranks in another order: use 'gather'"
 
 
 def wrong_number(name: str, at: tuple[int, ...], value: float) -> str:

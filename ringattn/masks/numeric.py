@@ -13,12 +13,10 @@ LONGEST = 2**40  # tokens, and other sizes: sums of positions, and their product
 
 
 def is_traced(x: Any) -> bool:
-    """Whether JAX traces x."""
     return "jax" in sys.modules and isinstance(x, sys.modules["jax"].core.Tracer)
 
 
 def raise_if(problem: str | None) -> None:
-    """Raise a problem that a check found."""
     if problem:
         raise ValueError(problem)
 
@@ -48,7 +46,6 @@ def of_factor(name: str, value: Any, default: str = "None") -> str | None:
 
 
 def of_choice(name: str, value: Any, choices: Sequence[str]) -> str | None:
-    """The problem with a word that must be one of these."""
     if isinstance(value, str) and value in choices:
         return None
     return f"{name}={value!r}: choose one of {', '.join(choices)}"

@@ -116,12 +116,10 @@ class Docs:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """All that they consist of but the length: starts, spans, parents, slices."""
         return self.starts, self.spans, self.parents, self.slices
 
     @property
     def plain(self) -> bool:
-        """Whether these are documents alone."""
         return self.spans is None and self.parents is None and self.slices is None
 
     @classmethod
@@ -260,7 +258,6 @@ def register_in_jax(kind: type[Docs] = Docs) -> None:
 
 
 def of_window(causal: bool, window: Any) -> str | None:
-    """The problem with a window, if there is one."""
     if isinstance(window, tuple):
         if causal:
             return f"window={window!r} looks to both sides; use causal=False, or with causal=True the number of keys"

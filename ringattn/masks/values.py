@@ -29,5 +29,4 @@ class Value:
 
 
 def fields(of: Value | type[Value]) -> Mapping[str, Field[Any]]:
-    """The fields of a value, or of its class, by name."""
     return of._fields_by_name
