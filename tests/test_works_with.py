@@ -135,6 +135,27 @@ def test_a_compiled_function_takes_one_plan_after_another(function):
         assert x.grad.isfinite().all()
 
 
+class Gradients(TorchDispatchMode):
+    """The dtypes of the gradients that ops return."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        results = op(*args, **(kwargs or {}))
+        if op is torch.ops.ringattn.attention_backward.default:
+            self.dtypes = [x.dtype for x in results[:3]]
+        return results
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_ops_return_gradients_in_the_dtype_of_their_inputs_as_compiled_graphs_expect(strategy):
+    def one_rank(mesh):
+        x = torch.ones(1, 4, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+        with Gradients() as noted:
+            ra.attention(x, x, x, ra.plan(mesh, seq_len=8, strategy=strategy)).sum().backward()
+        return noted.dtypes
+
+    assert run_threads(one_rank, ring=2) == [[torch.bfloat16] * 3] * 2
+
+
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
 def test_a_call_without_a_plan_is_exported(function, strict):
