@@ -96,6 +96,12 @@ def test_damage_is_found_on_all_ranks_and_the_run_goes_on_from_the_newest_that_i
     assert losses["run"] == losses["whole"] and len(losses["run"]) == 5
 
 
+def test_a_run_goes_on_from_what_was_named_until_it_has_saved(saved, tmp_path):
+    config = dataclasses.replace(TINY, resume=str(step(saved, 3)), save_every=1, keep=1)
+    for steps, expected in ((5, 2), (6, 3)):  # steps 4 and 5, then from its own checkpoint step 6
+        assert len(over(2, {"other": dataclasses.replace(config, steps=steps)}, tmp_path)["other"]) == expected
+
+
 def test_a_broken_checkpoint_that_was_named_is_refused(run):
     (step(run, 5) / "rank-00001.safetensors").write_bytes(b"0")
     with pytest.raises(ValueError, match=r"rank-00001.safetensors is not as it was saved\)"):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +17,9 @@ from torch import nn
 
 from ringattn.conf.schema import Model, Train
 from ringattn.launch.processes import RankError
-from ringattn.launch.train import checkpoint, metrics, trainer
+from ringattn.launch.train import checkpoint, metrics
 from ringattn.launch.train import start as train
-from tests.training import SOURCES, TINY, losses, made, one_process, over
+from tests.training import SOURCES, TINY, losses, one_process, over
 
 
 @pytest.mark.slow
@@ -77,27 +76,6 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     path.rename(half)
     assert checkpoint.numbered(half.parent) == []
     assert len(over(1, {"saved": dataclasses.replace(TINY, resume="auto")}, tmp_path)["saved"]) == 5  # a new start
-
-
-def test_a_run_goes_on_from_what_was_named_until_it_has_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "load", lambda path, *args: checkpoint.read_state(path)["step"])
-    monkeypatch.setattr(trainer, "about", lambda config, corpus: {})
-    named = made(tmp_path / "other", 1)
-
-    def goes_on(resume: str | None) -> int:
-        config = dataclasses.replace(TINY, resume=resume)
-        job = SimpleNamespace(config=config, step=0, decoder=None, optimizer=None, rank0=True)
-        job.samples, job.checkpoints = (
-            SimpleNamespace(corpus=None),
-            SimpleNamespace(folder=tmp_path / "run", group=None),
-        )
-        trainer.resume(job)
-        return job.step
-
-    with one_process():
-        assert [goes_on(None), goes_on("auto"), goes_on(str(named))] == [0, 0, 1]
-        made(tmp_path / "run", 2)
-        assert [goes_on(None), goes_on("auto"), goes_on(str(named))] == [2, 2, 2]
 
 
 def test_a_log_of_steps_without_a_checkpoint_is_kept(tmp_path):
