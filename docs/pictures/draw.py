@@ -5,6 +5,7 @@ show what the code does not do. Figures come from benchmarks/. `make pictures`, 
 [FOLDER]`, draws them all.
 """
 
+import json
 import runpy
 import sys
 from itertools import groupby
@@ -19,12 +20,15 @@ from matplotlib.patches import Patch, Rectangle
 
 from ringattn.kernels.attention import tiled
 from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.linear import chunkwise
 from ringattn.launch.commands.plot import INK, RANKS, STYLE, bars, panels, read, save
 from ringattn.layouts.layout import LAYOUTS, Layout
-from ringattn.masks.bands import bounds_at, families, joined
+from ringattn.masks.bands import all_bands, bounds_at, families, joined
 from ringattn.masks.slices import Mask
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import seen_pairs
+from ringattn.plans.plan import Plan
+from ringattn.plans.segments import order
 from ringattn.steps.rank import steps_of
 from ringattn.steps.reads import seen
 from ringattn.steps.table import build
@@ -111,6 +115,30 @@ def tiling() -> Figure:
     return figure
 
 
+def merging() -> Figure:
+    """Left: what two blocks of keys weigh. Right: the weight of b over the gap of their lse, and the swapped form."""
+    figure, ((left, right),) = panels(1, 2, 9.5, 2.9, wspace=0.15)
+    s = np.array([0.2, 1.1, -0.6, 0.5, 1.6, 0.9, 2.0, 1.2])
+    weights = np.exp(s)
+    a, b = weights[:4].sum(), weights[4:].sum()
+    for first, total, name, color in ((0, a, "a", RANKS[0]), (4, b, "b", RANKS[1])):
+        left.bar(range(first, first + 4), weights[first : first + 4], color=color, width=0.8)
+        text = f"lse$_{name}$ = log {total:.1f} = {np.log(total):.2f}\n{total / (a + b):.0%} of the whole"
+        left.text(first + 1.5, 9, text, ha="center", va="center", color=color)
+    left.set(title="exp(score) of the keys in block a and block b", ylim=(0, 10.5), xticks=[], yticks=[0, 4, 8])
+    gap = np.linspace(-6, 6, 200)
+    weight = 1 / (1 + np.exp(-gap))
+    right.plot(gap, weight, color=RANKS[2], lw=2)
+    right.plot(gap, 1 - weight, color=INK, lw=1, ls="--")
+    here = np.log(b) - np.log(a)
+    right.plot([here], [b / (a + b)], "o", color=RANKS[1], ms=7)
+    right.text(here + 0.4, b / (a + b) - 0.05, "the blocks to the left", va="center", color=RANKS[1])
+    right.text(-6.1, 0.3, "sigmoid(lse$_b$ - lse$_a$)", color=RANKS[2])
+    right.text(-6.1, 0.82, "swapped: wrong")
+    right.set(title="the weight of b in the merged output", xlabel="lse$_b$ - lse$_a$", yticks=[0, 0.5, 1])
+    return figure
+
+
 def layouts() -> Figure:
     """Who holds what, and when each of 4 ranks works: a step lasts as long as its busiest rank."""
     ring, T = 4, 16
@@ -137,6 +165,37 @@ def layouts() -> Figure:
     title = "who holds the token (top strip) and its query (rows)"
     figure.legend(handles=[*ranks, Patch(color=FAINT, label="waits")], title=title, loc="lower center", ncols=5)
     figure.subplots_adjust(bottom=0.22)
+    return figure
+
+
+def documents() -> Figure:
+    """Which tokens of seven packed documents each of 4 ranks holds, its work, and the keys that it receives."""
+    size, docs = 4, Docs.from_lengths([26000, 3000, 9000, 1200, 16000, 2336, 8000])
+    T, spec = docs.length, AttentionSpec()
+    kinds = {
+        "zigzag": Layout("zigzag", T, size),
+        "zigzag, each document cut": Layout("zigzag", T, size, docs=docs),
+        "balanced": Layout("balanced", T, size, docs=docs, spec=spec),
+    }
+    figure, axes = panels(len(kinds), 1, 10, 4.6, hspace=0.55)
+    for ax, (title, layout) in zip(axes[:, 0], kinds.items(), strict=True):
+        shards = [layout.shard(rank) for rank in range(size)]
+        pairs = seen_pairs(layout, layout, spec, docs).sum(1)
+        read = seen(all_bands(spec, T, T, docs), shards, shards).tokens
+        received = (read.sum(1) - read.diagonal()) / layout.shard_len
+        blank(ax, T, size)
+        ax.set_title(title, loc="left")
+        for rank, shard in enumerate(shards):
+            ax.add_patch(Rectangle((0, rank + 0.1), T, 0.8, fc=PAPER, lw=0))
+            for tokens in shard:
+                ax.add_patch(Rectangle((tokens.start, rank + 0.1), len(tokens), 0.8, color=RANKS[rank], lw=0))
+            ax.text(-0.01 * T, rank + 0.5, f"rank {rank}", ha="right", va="center", fontsize=8)
+            figures = f"work {pairs[rank] / pairs.mean():.2f}, receives {received[rank]:.2f}"
+            ax.text(1.01 * T, rank + 0.5, figures, ha="left", va="center", fontsize=8)
+        for start in docs.starts[0].tolist():
+            ax.plot([start, start], [0, size], color=INK, lw=0.8)
+    text = "65,536 tokens; a line begins a document. Work over the mean; keys received, in shards"
+    axes[-1][0].set_xlabel(text, labelpad=8)
     return figure
 
 
@@ -209,6 +268,70 @@ def meet(
         t += height
 
 
+def ulysses() -> Figure:
+    """Who holds which tokens of which heads: before `enter`, after it, and in a hybrid."""
+    chunks = heads = 4
+    kinds = (
+        ("before and after:\na slice of the tokens, all heads", lambda t, h: t),
+        ("during attention, ulysses=4:\nall tokens, a slice of the heads", lambda t, h: h),
+        ("during attention, ring=2 x ulysses=2:\na ring shard, half the heads", lambda t, h: t // 2 * 2 + h // 2),
+    )
+    figure, axes = panels(1, len(kinds), 9, 2.7)
+    for ax, (title, owner) in zip(axes[0], kinds, strict=True):
+        blank(ax, heads, chunks)
+        ax.set_aspect("equal")
+        ax.set_title(title)
+        for t in range(chunks):
+            for h in range(heads):
+                color = RANKS[owner(t, h)]
+                ax.add_patch(Rectangle((h, t), 1, 1, fc=color, ec="white", lw=2))
+                digit = DIGIT.get(color, "white")
+                ax.text(h + 0.5, t + 0.5, str(owner(t, h)), ha="center", va="center", color=digit)
+        ax.set_xlabel("heads")
+    axes[0][0].set_ylabel("tokens")
+    figure.text(0.5, -0.04, "digit and colour: the rank", ha="center")
+    return figure
+
+
+def linear() -> Figure:
+    """Left: the product each pair of 32 tokens is in, chunks of 16. Right: a state's way past 4 zigzag ranks."""
+    T, chunk = 32, 16
+    figure, ((left, right),) = panels(1, 2, 9.5, 3.1, width_ratios=[1, 1.7], wspace=0.08)
+    grid(left, T, T, "which product a pair of tokens is in")
+    gates = torch.zeros(1, T, 1, 1)
+    halves = [after.shape[-2] for after, _ in chunkwise.decays(gates, gates, None).cuts]
+    for h in (h for h in halves if h < chunk):
+        for start in range(h, T, 2 * h):
+            left.add_patch(Rectangle((start - h, start), h, h, fc=RANKS[halves.index(h)], ec="white", lw=0.5))
+    for t in range(T):
+        left.add_patch(Rectangle((t, t), 1, 1, fc=INK, ec="white", lw=0.3))
+    left.add_patch(Rectangle((0, chunk), chunk, T - chunk, fc=FAINT, lw=0))
+    left.text(chunk / 2, T * 0.75, "by way of\nthe state", ha="center", va="center")
+    left.set(xlabel="keys", ylabel="queries")
+    cuts = [
+        Patch(color=RANKS[i], label=f"{h} tokens on either side of a cut") for i, h in enumerate(halves) if h < chunk
+    ]
+    left.legend(
+        handles=[*cuts, Patch(color=INK, label="itself")], loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=7
+    )
+    plan = Plan(T, ring=4, layout="zigzag")
+    walk = order(plan)
+    blank(right, len(walk), 5)
+    right.set_title("a state's way past the segments of 4 ranks, zigzag")
+    for i, (r, _, _) in enumerate(walk):
+        right.add_patch(Rectangle((i + 0.06, r + 0.15), 0.88, 0.7, fc=RANKS[r], lw=0))
+        digit = DIGIT.get(RANKS[r], "white")
+        right.text(i + 0.5, r + 0.5, f"rank {r}", ha="center", va="center", color=digit, fontsize=8)
+        if i:
+            arrow = {"arrowstyle": "->", "color": INK, "shrinkA": 1, "shrinkB": 1}
+            right.annotate("", (i + 0.06, r + 0.5), (i - 0.06, walk[i - 1][0] + 0.5), arrowprops=arrow)
+    along = {"arrowstyle": "->", "color": INK}
+    right.annotate("", (len(walk), 4.35), (0, 4.35), arrowprops=along, annotation_clip=False)
+    right.text(len(walk) / 2, 4.7, "tokens, in the order of the sequence", ha="center", va="center")
+    right.set_xlim(-0.1, len(walk) + 0.1)
+    return figure
+
+
 def speed() -> Figure:
     """TFLOP/s a GPU beside other libraries, ours in the one colour; narrow enough to be read on a phone."""
     rows = [r for r in read(BENCHMARKS / "speed-h200.jsonl") if r["mode"] == "forward+backward"]
@@ -239,6 +362,25 @@ def prefill() -> Figure:
     return bars(read(BENCHMARKS / "prefill-cpu.jsonl"), "peak_mib")
 
 
+def timelines() -> Figure:
+    """The first rank of two traced calls, one below the other on one axis: over NCCL, and by the copy engines."""
+    kinds = {"NCCL": "timeline-nccl.json", "copy engines": "timeline-symmetric.json"}
+    figure, axes = panels(len(kinds), 1, 10, 3.2, hspace=0.5)
+    for ax, (title, name) in zip(axes[:, 0], kinds.items(), strict=True):
+        events = json.loads((BENCHMARKS / name).read_text())["traceEvents"]
+        spans = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
+        began = min(e["ts"] for e in spans)
+        for e in spans:
+            ax.broken_barh(
+                [((e["ts"] - began) / 1e3, e["dur"] / 1e3)], (1 - e["tid"] + 0.1, 0.8), color=RANKS[e["tid"]]
+            )
+        ended = max(e["ts"] + e["dur"] for e in spans) - began
+        ax.set_title(f"{title}: {ended / 1e3:.1f} ms", loc="left")
+        ax.set(xlim=(0, 20.5), ylim=(0, 2), yticks=[0.5, 1.5], yticklabels=["hops", "attention"])
+    axes[-1][0].set_xlabel("milliseconds of one call, forward and backward, rank 0 of 4 H200s, 32,768 tokens")
+    return figure
+
+
 def blank(ax: Axes, width: float, height: float) -> None:
     """An empty canvas whose y goes down, as rows of a matrix do."""
     ax.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
@@ -256,7 +398,8 @@ def main(folder: Path = Path(__file__).parent) -> None:
     """Draw every picture into the folder."""
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
-        for draw in (masks, mask_kinds, tiling, layouts, ring, speed, prefill):
+        for draw in (masks, mask_kinds, tiling, merging, layouts, documents, ring, ulysses, linear, speed, prefill,
+                     timelines):  # fmt: skip
             save(draw(), folder / f"{draw.__name__}.svg")
         for draw in (layouts, speed):  # in the README, of which PyPI shows no SVG
             save(draw(), folder / f"{draw.__name__}.png")
