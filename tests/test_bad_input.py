@@ -290,7 +290,7 @@ def test_a_kernel_that_one_rank_cannot_use_is_refused_on_all(strategy):
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=400, layout="contiguous", kernel="sdpa_cpu", strategy=strategy)
         x, sent = torch.randn(1, plan.local_len, 1, 8), plan.ring_axis.sent
-        with pytest.raises(NotImplementedError, match="ring rank 1 are not few rectangles"):
+        with pytest.raises(NotImplementedError, match="rectangles"):
             ra.attention(x, x, x, plan, docs=ra.Docs.from_lengths([170, 60] + [2] * 85))
         assert plan.ring_axis.sent == sent
         ra.attention(x, x, x, plan)

@@ -169,8 +169,9 @@ def candidates(asked: Asked) -> list[Plan]:
             layouts = (*layouts, "striped")  # equal work for any documents
             if alone.framework == "torch" and docs.first is not None:
                 layouts = (*layouts, "balanced")
+        work = {"docs": docs, "work": spec.replace(softcap=None, scale=None)}
         plans += [
-            alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=each, **dealt(each, docs, spec))
+            alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=each, **work if each == "balanced" else {})
             for s in (names if strategy == "auto" else (strategy,))
             for each in (layouts if layout == "auto" else (layout,))
         ]
@@ -181,11 +182,6 @@ def candidates(asked: Asked) -> list[Plan]:
             f"{alone.heads and alone.heads[0]}; use strategy='ring', 'gather' or 'auto'"
         )
     return plans
-
-
-def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]:
-    """What a layout that is made for documents and their work needs."""
-    return {"docs": docs, "work": spec.replace(softcap=None, scale=None)} if layout == "balanced" else {}
 
 
 def factored(size: int) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -81,10 +81,7 @@ def keys_below(
     within = np.bincount(row * size + of_shard, number, rows * size).reshape(rows, size)
     below = lengths * (within.sum(1, keepdims=True) - within.cumsum(1))  # whole pieces
     order, number = np.argsort(table.owners, kind="stable"), np.bincount(table.owners)
-    if (number == number[0]).all():
-        whole = reduce(np.add, (below.take(each, 1) for each in order.reshape(ring, -1).T))
-    else:
-        whole = np.add.reduceat(below.take(order, 1), np.cumsum(number) - number, axis=1)
+    whole = np.add.reduceat(below.take(order, 1), np.cumsum(number) - number, axis=1)
     cut_short = np.bincount(row * ring + table.owners[of_shard], keys, rows * ring).reshape(rows, ring)
     return every + whole + cut_short
 

@@ -106,10 +106,6 @@ class Machine(Value):
         senders = min(self.gpus, ranks)
         return float(self.inside.seconds(near, senders=senders) + self.between.seconds(far, senders=senders))
 
-    def blocks_at_once(self, block: int) -> int:
-        """How many blocks of `block` bytes a step may bring."""
-        return max(1, int(self.room // max(1, block)))
-
     @cached_property
     def text(self) -> str:
         """Every number; `of_text` is the inverse."""

@@ -94,8 +94,8 @@ class Plan(Value):
             yield f"groups={how.groups!r} is for Ulysses and gather, and there is only strategy={self.strategy!r}"
         if self.heads is not None and (problem := groups_problem(how.groups, self.heads, ulysses, ring)):
             yield problem
-        if self.framework == "jax":
-            yield from self._position_problems()
+        if self.framework == "jax" and (length := max(self.seq_len, self.key_len or 1)) > LARGEST_POSITION // 2:
+            yield f"{length} tokens: JAX counts positions in 32 bits, at most {LARGEST_POSITION // 2} with padding"
 
     def _docs_problems(self) -> Iterator[str]:
         """Why this plan cannot lay out documents, if it cannot."""
@@ -106,17 +106,6 @@ class Plan(Value):
             )
         if self.key_len not in (None, self.seq_len):
             yield f"key_len={self.key_len}: documents are laid out only for queries and keys of one sequence"
-
-    def _position_problems(self) -> Iterator[str]:
-        """Positions, and those up to a stripe after them, fit in int32."""
-        most = LARGEST_POSITION - self.ring + 1
-        for name, length in (("seq_len", self.seq_len), ("key_len", self.key_len or 1)):
-            padded = Layout(self.layout, length, self.ring, self.ulysses).padded_length
-            if padded > most:
-                yield (
-                    f"{name}={length}: JAX counts positions in 32 bits, at most {most} tokens, and with padding these "
-                    f"are {padded}"
-                )
 
     def __deepcopy__(self, memo: Any = None) -> "Plan":
         return self  # a value
@@ -264,7 +253,7 @@ class Plan(Value):
         _, kv_heads = heads_of_group(shape.heads, shape.kv_heads, self.ulysses, groups)
         times = 4 if back and self.transport.grads != "input" else 1  # of keys' memory, with float32 gradients
         block = times * shape.kv_bytes(self.keys.tokens.shard_len, kv_heads)
-        return min(self.transport.together or self.machine.blocks_at_once(block), self.ring // self.hosts)
+        return min(self.transport.together or max(1, int(self.machine.room // block)), self.ring // self.hosts)
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""

@@ -159,7 +159,8 @@ class Recipe:
         """
         if not (self.keep and self.gradients and self.mostly_local):
             return False
-        if not are_kept(self.plan.tokens.shard_len, reads_of(self.mask).arriving):
+        tokens = reads_of(self.mask).tokens
+        if not are_kept(self.plan.tokens.shard_len, int((tokens.sum(1) - tokens.diagonal()).max())):
             return False
         steps = self.steps(back=True)
         kernels = self.forward.kernel.load(), self.kernel(steps, backward=True).load()
@@ -260,16 +261,14 @@ class Recipe:
         Some kernels run rectangles only, and whether a rank's steps are few rectangles depends on the rank. Every rank
         can make the steps of all ranks, and does so only if the choice of the kernel depends on them.
         """
-        for rectangles in (True, False):
+        try:
+            self.selected(rectangles=False)
+        except NotImplementedError:
+            ranks = (replace(self, rank=rank, visible=None) for rank in range(self.plan.ring))
             try:
-                self.selected(rectangles)
+                self.selected(all(each.few_rectangles for each in ranks))
             except NotImplementedError as error:
-                if rectangles:
-                    return error
-                ranks = (replace(self, rank=rank, visible=None) for rank in range(self.plan.ring))
-                wrong = ", ".join(str(each.rank) for each in ranks if not each.few_rectangles)
-                text = f"{error} (the steps of ring rank {wrong} are not few rectangles)"
-                return NotImplementedError(text) if wrong else None
+                return error
         return None
 
     @property

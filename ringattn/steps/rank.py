@@ -136,13 +136,13 @@ def reading(
     after = {}
     for block in blocks:
         source = rank // size * size + block % size
-        sent = table.sends(number, source)
+        sent = table.sends[number, source]
         parts += [(source, part_of(shards[block], slice(r.start, r.stop))) for r in sent[rank]]
         others = takewhile(sent[rank].__ne__, dict.fromkeys(sent.values()))
         after[source] = tuple(sum(map(len, each)) for each in others)
     in_order, at = placed(parts)
     receive = {source: Places(at[source], before) for source, before in after.items()}
-    send = {reader: within(phase.held, ranges) for reader, ranges in table.sends(number, rank).items()}
+    send = {reader: within(phase.held, ranges) for reader, ranges in table.sends[number, rank].items()}
     return Step(phase, tuple(blocks), in_order, receive, send, visible=visible)
 
 

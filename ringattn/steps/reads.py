@@ -37,11 +37,6 @@ class Reads:
         cell, ring = self.reader * self.ring + self.block, self.ring
         return np.bincount(cell, self.end - self.begin, ring**2).astype(np.int64).reshape(ring, ring)
 
-    @cached_property
-    def arriving(self) -> int:
-        """The most tokens that a rank reads of other ranks' blocks."""
-        return int((self.tokens.sum(1) - self.tokens.diagonal()).max())
-
 
 class AllRanges(NamedTuple):
     """The ranges of all shards in the order of their first tokens, and where each begins in its shard."""

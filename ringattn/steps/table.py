@@ -16,8 +16,9 @@ In backward gradients of what was read return to the holder after the step, to a
 sums of each token move on with it, or go home from its last holder.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -68,7 +69,6 @@ class Table:
     reads: Transfers  # of keys, within a host; used in one step
     hops: Transfers  # of keys, between hosts; held for a phase
     homes: Transfers  # of sums of gradients, from the last holder of a token to its owner
-    made: dict[tuple[int, int], dict[int, Ranges]] = field(default_factory=dict, repr=False)  # of `sends`
 
     @property
     def size(self) -> int:
@@ -76,23 +76,17 @@ class Table:
         return self.ring // self.hosts
 
     @cached_property
-    def by_source(self) -> tuple[Row, Transfers]:
-        """step * ring + source of each read, and the reads in this order, those to the nearest rank first."""
-        rows = self.reads
-        cell, apart = rows.needed_at * self.ring + rows.source, (rows.destination - rows.source) % self.ring
-        order = np.lexsort((apart, cell))
-        return cell[order], rows.some(order)
+    def sends(self) -> dict[tuple[int, int], dict[int, Ranges]]:
+        """[step, source]: what a rank sends within its host for a step, by destination, of the block that it holds.
 
-    def sends(self, step: int, source: int) -> dict[int, Ranges]:
-        """What a rank sends within its host for a step, by destination: ranges of the block that it holds."""
-        if (step, source) not in self.made:
-            cells, rows = self.by_source
-            low, high = np.searchsorted(cells, (step * self.ring + source, step * self.ring + source + 1))
-            some, made = rows.some(slice(low, high)), dict[int, Ranges]()
-            for rank, a, b in zip(*(x.tolist() for x in (some.destination, some.begin, some.end)), strict=True):
-                made[rank] = (*made.get(rank, ()), range(a, b))
-            self.made[step, source] = made
-        return self.made[step, source]
+        Those to the nearest ranks come first.
+        """
+        rows, sends = self.reads, defaultdict[tuple[int, int], dict[int, Ranges]](dict)
+        order = np.lexsort(((rows.destination - rows.source) % self.ring, rows.source, rows.needed_at))
+        columns = rows.needed_at, rows.source, rows.destination, rows.begin, rows.end
+        for step, source, rank, begin, end in zip(*(x[order].tolist() for x in columns), strict=True):
+            sends[step, source][rank] = (*sends[step, source].get(rank, ()), range(begin, end))
+        return sends
 
 
 def build(reads: Reads, hosts: int = 1, together: int = 1) -> Table:
