@@ -39,7 +39,7 @@ def test_the_rows_of_a_run_that_fails_are_in_its_file(tmp_path, monkeypatch, cap
 def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
     options = ring.Options(
         ranks=2, tokens=[64], heads=2, kv_heads=1, head_dim=8, device="cpu", repeats=1, route="direct",
-        strategy="ring", mask=["causal", "20", "first:2:9", "lognormal:9:1"],
+        layout=["contiguous"], strategy="ring", mask=["causal", "20", "first:2:9", "lognormal:9:1"],
     )  # fmt: skip
     rows = list(ring.run(options))
     assert [(r["mask"], r["mode"]) for r in rows] == [(m, x) for m in options.mask for x in FLOPS]
