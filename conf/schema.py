@@ -29,7 +29,9 @@ class Model:
     window: int | None = option(None, "how many keys a query sees; by default all")
     softcap: float | None = option(None, "soft cap of the scores")
     softmax_every: int = option(1, "N: every N-th block uses softmax attention, the others linear attention")
-    rule: str = option("gated", "of linear attention: delta as Qwen3-Next", among=("gated", "delta"))
+    rule: str = option(
+        "gated", "of linear attention: delta as Qwen3-Next, kimi as Kimi Linear", among=("gated", "delta", "kimi")
+    )
     convolution: int = option(0, "tokens of the causal convolution of linear attention; 0 for none")
 
 

@@ -14,7 +14,7 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
 from ringattn.models.linear import LinearLayer
-from ringattn.models.nn import GatedDeltaNet, GatedLinearAttention
+from ringattn.models.nn import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import order
 from ringattn.torch.linear.halo import causal_convolution
@@ -29,6 +29,7 @@ LAYERS = [
     (GatedLinearAttention, {"gate": "head", "convolution": 4}),
     (GatedLinearAttention, {"convolution": 1}),
     (GatedDeltaNet, {"key_heads": 2}),
+    (KimiDeltaAttention, {"convolution": 3}),
 ]
 
 

@@ -56,7 +56,7 @@ def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path
         "zigzag": {"layout": "zigzag", "keys": "ring"},
         "recomputed": {"recompute": "pointwise", "ulysses": 2, "keys": "ring", "layout": "contiguous"},
     }
-    rules = {"gated": "zigzag", "delta": "recomputed"}
+    rules = {"gated": "zigzag", "kimi": "recomputed"}
     model = dataclasses.replace(TINY.model, softmax_every=2, convolution=3)
     mixed = {rule: dataclasses.replace(SHORT, model=dataclasses.replace(model, rule=rule)) for rule in rules}
     jobs = {

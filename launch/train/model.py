@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ringattn.conf.schema import Model
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.loss import token_losses
-from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention
+from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
 from ringattn.models.pieces import LOGITS, in_pieces, keep_attention, tokens_at_once
 from ringattn.plans.plan import Plan
 
@@ -74,7 +74,7 @@ def softmax_attention(model: Model) -> nn.Module:
 def linear_attention(model: Model) -> nn.Module:
     """Keys of half a head's size, as the state has a key dim times a value dim."""
     value_dim = head_dim(model)
-    layers: dict[str, Any] = {"gated": GatedLinearAttention, "delta": GatedDeltaNet}
+    layers: dict[str, Any] = {"gated": GatedLinearAttention, "delta": GatedDeltaNet, "kimi": KimiDeltaAttention}
     sizes: Any = {"key_dim": max(1, value_dim // 2), "value_dim": value_dim, "convolution": model.convolution}
     return layers[model.rule](model.dim, model.heads, **sizes)
 

@@ -234,8 +234,9 @@ class GatedDeltaNet(LinearLayer):
         self.swish = nn.Linear(d_model, heads * self.value_dim, bias=False)
 
     def gates(self, x_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        g = -F.softplus(exact(self.decay(x_BTC)) + exact(self.bias)) * exact(self.log_rate).exp()
-        return g, exact(self.beta(x_BTC)).sigmoid()
+        g = F.softplus(exact(self.decay(x_BTC)) + exact(self.bias)).unflatten(-1, (self.heads, -1))
+        g = -g * exact(self.log_rate).exp()[:, None]
+        return g[..., 0] if g.shape[3] == 1 else g, exact(self.beta(x_BTC)).sigmoid()
 
     def by_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().by_heads(mixed)
@@ -244,3 +245,30 @@ class GatedDeltaNet(LinearLayer):
 
     def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
         return self.out(self.norm(out_BTHV).flatten(2) * F.silu(self.swish(x_BTC)))
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """out(norm(linear_attention(q, k, v, log decay, beta)) * sigmoid(gate(x))): with a gate a key channel.
+
+    The delta rule as in Kimi Linear; the projections of both gates have the rank of a value head. This rank has its
+    plan's tokens.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        convolution: int = 4,
+        kernel: str = "auto",
+    ):
+        super().__init__(d_model, heads, None, key_dim, value_dim, convolution, kernel)
+        keys, values, rank = heads * self.key_dim, heads * self.value_dim, self.value_dim
+        self.decay = nn.Sequential(nn.Linear(d_model, rank, bias=False), nn.Linear(rank, keys, bias=False))
+        self.bias = nn.Parameter(torch.zeros(keys))
+        del self.swish
+        self.gate = nn.Sequential(nn.Linear(d_model, rank, bias=False), nn.Linear(rank, values))
+
+    def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
+        return self.out(self.norm(out_BTHV).flatten(2) * self.gate(x_BTC).sigmoid())

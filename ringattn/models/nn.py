@@ -14,6 +14,7 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 from ringattn.models.linear import GatedDeltaNet as GatedDeltaNet
 from ringattn.models.linear import GatedLinearAttention as GatedLinearAttention
+from ringattn.models.linear import KimiDeltaAttention as KimiDeltaAttention
 from ringattn.models.linear import check_input, check_stream, head_size
 from ringattn.plans.plan import Plan
 from ringattn.plans.ranks import Ranks
