@@ -354,8 +354,6 @@ def test_a_loss_of_one_ranks_end_state_alone():
     [
         ("striped", {}, "layout='striped' deals out neighbouring tokens.*use layout='zigzag' or 'contiguous'"),
         ("zigzag", {"docs": ra.Docs.from_lengths([60])}, "add up to 60, the sequence has 64 tokens"),
-        ("zigzag", {"initial_state": torch.zeros(1, 2, 4, 4)}, r"expected \(2, 2, 4, 4\): batch, heads, key dim"),
-        ("zigzag", {"scan": "tree"}, "scan='tree'"),
     ],
 )  # fmt: skip
 def test_every_rank_raises_the_same_error(layout, change, says):
@@ -382,11 +380,13 @@ def test_one_ranks_bad_gate_is_every_ranks_error():
     run(one_rank, ring=2)
 
 
-def test_ranks_that_disagree_are_named():
+@pytest.mark.parametrize(
+    "asked", [({"scale": 1.0}, {"scale": 2.0}), ({"return_state": True}, {"return_state": "documents"})]
+)
+def test_ranks_that_disagree_are_named(asked):
     def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=64)
-        x = torch.randn(2, 32, 2, 4)
+        plan, x = ra.plan(mesh, seq_len=64), torch.randn(2, 32, 2, 4)
         with pytest.raises(ValueError, match="the ranks do not make the same call: asked: ring rank 0 has"):
-            ra.linear_attention(x, x, x, -x.exp(), plan, scale=1.0 + mesh.rank)
+            ra.linear_attention(x, x, x, -x.exp(), plan, docs=ra.Docs.from_lengths([4, 60]), **asked[mesh.rank])
 
     run(one_rank, ring=2)

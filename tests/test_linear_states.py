@@ -215,16 +215,6 @@ def test_a_wrong_call_says_what_is_wrong(change, says, ring):
     run(one_rank, ring=ring)
 
 
-def test_ranks_that_ask_for_other_states_are_named():
-    def one_rank(mesh):
-        plan, docs = ra.plan(mesh, seq_len=9), ra.Docs.from_lengths([4, 5])
-        x = [plan.shard(CALL[n]) for n in "qkvg"]
-        with pytest.raises(ValueError, match="the ranks do not make the same call: asked: ring rank 0 has"):
-            ra.linear_attention(*x, plan, docs=docs, return_state="documents" if mesh.rank else True)
-
-    run(one_rank, ring=2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "rule"),
