@@ -54,7 +54,7 @@ def test_every_rank_makes_the_same_plan_and_equal_plans_are_equal():
 def test_explain_opens_with_a_sentence_and_shows_the_best_candidates_and_the_kernels_reasons():
     plan = on({"sequence": 4}, seq_len=8192, heads=(8, 2), head_dim=64)[0]
     first, second, *lines = plan.explain().splitlines()
-    assert "layout: equal work, " in first and "takes" in first and second == str(plan)
+    assert "layout: equal work, " in first and second == str(plan)
     data = json.loads(plan.explain(json=True))
     times = [candidate["seconds"] for candidate in data["candidates"]]
     assert len(times) >= 6 and times == sorted(times) and data["plan"] == str(plan)

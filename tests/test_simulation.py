@@ -167,7 +167,7 @@ def test_calls_between_emulated_hosts_take_what_is_simulated():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["ranks=32", "slow=rank40:0.5"], "there are 32 ranks, counted from 0"),
+        (["ranks=32", "slow=rank40:0.5"], "there are 32 ranks and 4 hosts, counted from 0"),
         (["ranks=32", "slow=node1:0.5"], "give rank7:0.8 or host2:0.5"),
         (["ranks=100000"], "at most 65536 are simulated"),
         (["ranks=32768", "ulysses=1"], "rings of at most 16384 ranks are simulated"),
@@ -179,8 +179,6 @@ def test_wrong_words_are_refused(argv, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_the_command_draws_the_timeline_and_says_what_a_slow_rank_costs(capsys):
+def test_the_command_says_what_a_slow_rank_costs_and_who_is_last(capsys):
     assert words.main(["simulate", "machine=internet", "ranks=2", "slow=rank0:0.8"]) == 0
-    printed = capsys.readouterr().out
-    last, lines = re.search(r"rank (\d) is the last", printed)[1], re.findall(r" rank (\d) ([#.-]+)", printed)
-    assert "cost +" in printed and len(lines) == 2 and len(dict(lines)[last]) == max(len(marks) for _, marks in lines)
+    assert re.search(r"they cost \+[\d.]+%\nrank \d is the last", capsys.readouterr().out)

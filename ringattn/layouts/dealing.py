@@ -4,9 +4,8 @@ Short documents lie whole on one rank, neighbours together. Long ones are cut in
 rank's work: a piece receives the keys of all that lies before it, so the first receives none.
 
 Then ranks trade the late tokens of one for early ones of another: first the rank with most work, at last the slowest
-one, which receives many keys, or holds two pieces of a document. Work is counted in pairs of a query and a key that it
-sees. Kernels compute tiles of queries, so long documents are cut between tiles where that is possible: a tile that is
-cut is computed twice. Plain numpy and Python: milliseconds.
+one, which receives many keys, or has two pieces of a document. Work is counted in pairs of a query and a key that it
+sees. Kernels compute tiles of queries, so cuts lie between these where that is possible. It takes milliseconds.
 """
 
 from bisect import bisect_left, bisect_right
@@ -164,7 +163,9 @@ class Deal:
 
     def trades(self, high: int, low: int, want: float, least: float, ranges: int) -> Iterator[Trade]:
         """Late tokens for early ones, of about as much work as is wanted, so that no rank receives too many keys."""
-        dense, light = (sorted(self.ranges[rank], key=self.density) for rank in (high, low))
+        dense, light = (
+            sorted(self.ranges[rank], key=lambda x: self.fact(x).work / (x[1] - x[0])) for rank in (high, low)
+        )
         reach, found = self.reach(self.ranges[low]), []
         for give in dense[-ranges:] if want > 0 else ():
             for take in light[:ranges]:
@@ -181,9 +182,6 @@ class Deal:
             (d1, keys1), (d2, keys2) = self.delay(highs), self.delay(lows)
             if max(keys1, keys2) <= self.most_keys:
                 yield Trade((highs, lows), moved, (d1, d2))
-
-    def density(self, tokens: Range) -> float:
-        return self.fact(tokens).work / (tokens[1] - tokens[0])
 
     def fact(self, tokens: Range) -> Fact:
         if tokens not in self.facts:

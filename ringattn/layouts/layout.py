@@ -8,8 +8,7 @@ position is a sum of clipped divisions: searchsorted without the array.
     zigzag       0 0 1 1 1 1 0 0      rank r holds block r from the front and block r from the back
     balanced     0 1 1 0 0 0 1 1      documents are dealt out by their work: short ones whole, long ones in a few blocks
 
-Contiguous and zigzag may also lay out each document of a packed sequence instead of the whole of it. Everything else
-follows from the ranges: who asks for more than them asks for a property, not for the name.
+Contiguous and zigzag may also lay out each document of a packed sequence instead of the whole of it.
 """
 
 from collections.abc import Callable

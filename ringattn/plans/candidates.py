@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ringattn import kernels
 from ringattn.kernels.rates import key_of
@@ -15,10 +15,6 @@ from ringattn.plans.plan import Plan
 from ringattn.plans.predict import Rates, predict
 from ringattn.plans.recipe import Recipe
 from ringattn.plans.transport import Transport
-
-# The time over that of the fastest, and the busiest rank's work over the mean, that make no difference: documents are
-# dealt out by tiles, and pairs are counted here.
-ALIKE, EVEN = 1.02, 1.03
 
 
 class Asked(NamedTuple):
@@ -51,10 +47,7 @@ class Asked(NamedTuple):
 
 @lru_cache(maxsize=64)
 def compared(asked: Asked) -> tuple[Option, ...]:
-    """The candidates with what they take: those that fit in memory first, and of these the fastest.
-
-    With documents, of equals the one that receives least.
-    """
+    """The candidates with what they take: those that fit in memory first, and of these the fastest."""
     shape, options = asked.shape, []
     assert shape is not None
     for plan in candidates(asked):
@@ -64,14 +57,7 @@ def compared(asked: Asked) -> tuple[Option, ...]:
         machine = asked.machine.replace(gpus=gpus)
         for way in routed(plan, asked, rates.low_precision):
             options.append(Option(way, kernel, predict(way, shape, asked.spec, asked.docs, machine, rates)))
-    least = min(option.cost.seconds for option in options)
-
-    def order(option: Option) -> tuple[Any, ...]:
-        cost = option.cost
-        alike = asked.docs is not None and cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
-        return cost.memory > asked.machine.memory, not alike, cost.received if alike else cost.seconds
-
-    return tuple(sorted(options, key=order))
+    return tuple(sorted(options, key=lambda x: (x.cost.memory > asked.machine.memory, x.cost.seconds)))
 
 
 def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[str, Rates]:
@@ -176,9 +162,8 @@ def candidates(asked: Asked) -> list[Plan]:
             for each in (layouts if layout == "auto" else (layout,))
         ]
     if not plans:
-        size = sizes[0][0] * sizes[0][1]
         raise ValueError(
-            f"strategy={strategy!r} over {size} ranks needs query heads that {size} divides, and there are "
+            f"strategy={strategy!r} over {sizes[0][0] * sizes[0][1]} ranks, which do not divide the query heads, "
             f"{alone.heads and alone.heads[0]}; use strategy='ring', 'gather' or 'auto'"
         )
     return plans

@@ -43,27 +43,18 @@ def seen_pairs(
 ) -> np.ndarray:  # fmt: skip
     """[rank, block]: how many (query, key) pairs of two ring shards are seen; by default of all ranks.
 
-    Counted by the runs of a rank's queries that are in one band: each side of their intervals is constant, or rises.
+    Counted by the runs of a rank's queries that are in one band: each side of their intervals is constant, or rises by
+    the step of a shard. Of all sides, the keys of a block below them are summed, with their signs.
     """
-    ranks = np.arange(layout.ring) if ranks is None else ranks
-    table = ranges(layout).of(ranks)
+    queries = ranges(layout) if ranks is None else all_ranges([shards(layout)[rank] for rank in ranks])
+    rows, ring = layout.ring if ranks is None else len(ranks), key_layout.ring
     bands = all_bands(spec, layout.length, key_layout.length, docs)
-    at, which, first, last = overlaps(table, bands.start, bands.stop)
-    run, apart, row = bands.some(at), first - bands.start[at], table.owners[which]
-    count = (last - first) // table.steps[0] + 1
-    ends = np.concatenate([run.end + run.rise * apart, run.begin + run.lean * apart])
-    sign, rise = np.repeat([1, -1], len(row)), np.concatenate([run.rise, run.lean]) > 0
-    return keys_below(key_layout, len(ranks), np.tile(row, 2), ends, np.tile(count, 2), rise, sign)
-
-
-def keys_below(
-    layout: Layout, rows: int, row: np.ndarray, first: np.ndarray, count: np.ndarray, rise: np.ndarray, sign: np.ndarray
-) -> np.ndarray:
-    """[row, block]: how many keys of a block lie below positions, summed with their signs over the positions of a row.
-
-    Run i, of row[i], has count[i] positions: all are first[i], or they `rise` from it by the step of a shard.
-    """
-    table = ranges(layout)
+    at, which, start, last = overlaps(queries, bands.start, bands.stop)
+    run, apart, row = bands.some(at), start - bands.start[at], np.tile(queries.owners[which], 2)
+    count = np.tile((last - start) // queries.steps[0] + 1, 2)
+    first = np.concatenate([run.end + run.rise * apart, run.begin + run.lean * apart])
+    sign, rise = np.repeat([1, -1], len(at)), np.concatenate([run.rise, run.lean]) > 0
+    table = ranges(key_layout)
     table = table._replace(stops=np.append(table.stops[:-1], table.stops[-1] + 1))  # the position after all keys too
     every: Any
     lengths: Any
@@ -77,8 +68,7 @@ def keys_below(
         n, times, row, every = high - low + 1, (sign * np.where(rise, 1, count))[at], row[at], 0
         number, keys = times * n, times * (n * (low - table.starts[of_shard]) + n * (n - 1) // 2)
         lengths = table.stops - table.starts
-    size, ring = len(table.starts), layout.ring
-    within = np.bincount(row * size + of_shard, number, rows * size).reshape(rows, size)
+    within = np.bincount(row * len(table.starts) + of_shard, number, rows * len(table.starts)).reshape(rows, -1)
     below = lengths * (within.sum(1, keepdims=True) - within.cumsum(1))  # whole pieces
     order, number = np.argsort(table.owners, kind="stable"), np.bincount(table.owners)
     whole = np.add.reduceat(below.take(order, 1), np.cumsum(number) - number, axis=1)

@@ -32,24 +32,15 @@ def way_of(plan: Plan) -> str:
 
 
 def sentence(options: Sequence[Option]) -> str:
-    """Why the first one, and what the best of another kind would cost."""
-    best, _, cost = options[0]
-    if best.ring * best.ulysses == 1:
-        return f"one device: {cost.seconds * 1e3:.4g} ms a layer, forward and backward"
-    text = f"{way_of(best)} in {best.layout} layout: {judged(cost)}"
-    for plan, _, other in options:
-        if (plan.strategy, plan.ulysses > 1) != (best.strategy, best.ulysses > 1):
-            return f"{text}; {way_of(plan)} takes {other.seconds / cost.seconds:.2f} x as long: {judged(other)}"
-    return text
-
-
-def judged(cost: Cost) -> str:
-    """How even the work is, and which transfers nothing hides."""
+    """The first one: how even its work is, and which transfers nothing hides."""
+    plan, _, cost = options[0]
+    ms = cost.seconds * 1e3
+    if plan.ring * plan.ulysses == 1:
+        return f"one device: {ms:.4g} ms a layer, forward and backward"
     work = "equal work" if cost.imbalance < 1.05 else f"the busiest rank has {cost.imbalance:.2f} of the mean work"
-    where = f"hops {'between' if cost.received[0] else 'within'} hosts"
-    if cost.exposed > HIDDEN * cost.seconds:
-        return f"{work}, {cost.exposed * 1e3:.3g} of {cost.seconds * 1e3:.4g} ms not hidden, mostly {where}"
-    return f"{work}, {where} hidden"
+    hidden = f"of {ms:.4g} ms {cost.exposed * 1e3:.3g} not hidden" if cost.exposed > HIDDEN * cost.seconds else "hidden"
+    where = "between" if cost.received[0] else "within"
+    return f"{way_of(plan)} in {plan.layout} layout: {work}, hops {where} hosts {hidden}"
 
 
 def table(options: Sequence[Option], machine: Machine, gpus: int) -> list[str]:

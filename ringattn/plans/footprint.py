@@ -12,7 +12,7 @@ import numpy as np
 from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.plans.course import Steps
 from ringattn.plans.plan import Plan
-from ringattn.plans.recipe import HALVES_FROM, are_kept
+from ringattn.plans.recipe import HALVES_FROM, SIDE_STREAM_UP_TO
 
 
 class Sizes:
@@ -64,7 +64,8 @@ def peak(plan: Plan, shape: Shape, steps: Steps, kernel: str, low_precision: boo
     if plan.strategy == "gather" and plan.ring > 1:
         return given + gather_peak(each, plan.ring, not plan.keys.tokens.in_order)
     two = steps.count == 2 and len(steps.first) == 1 and kernel == "fa4" and mostly_local
-    kept = two and are_kept(each.queries, int(steps.received[:, 1].max()))  # keys that arrive are here since forward
+    # as in `Recipe.keeps`: keys that arrive are here since forward
+    kept = two and (each.queries <= SIDE_STREAM_UP_TO or int(steps.received[:, 1].max()) < each.queries)
     most = ring_peak(each, steps, kept)
     return given + (most if plan.ulysses == 1 else ulysses_peak(each, plan.ulysses, most))
 

@@ -1,7 +1,7 @@
 """A plan: how one sequence length is spread over the ranks, chosen once, printed, and used by every call.
 
-Frozen and hashable. It uses its axes only as objects with a size and a rank. Plans compare equal whatever their process
-groups are; in JAX only over the same devices, since plans are the keys of cached programs.
+Plans compare equal whatever their process groups are; in JAX, where they are keys of cached programs, only over the
+same devices.
 """
 
 import sys

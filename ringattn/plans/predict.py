@@ -134,14 +134,6 @@ def arrivals(steps: Steps, machine: Machine, token_bytes: np.ndarray, plan: Plan
     return (np.maximum(np.cumsum(near, 1), np.cumsum(far, 1)) + late) * some
 
 
-def finished(steps: Steps, arrival: np.ndarray, work: np.ndarray) -> float:
-    """When the last rank is done."""
-    if len(steps.first) == steps.count:  # one waits for the other
-        work, arrival = work.max(0, keepdims=True), arrival.max(0, keepdims=True)
-    later = np.cumsum(work[:, ::-1], axis=1)[:, ::-1]
-    return float((arrival + later).max())
-
-
 def one_pass(plan: Plan, shape: Shape, steps: Steps, machine: Machine, each: Pass, back: bool) -> Spent:
     ranks = plan.ring * plan.ulysses
     gathers = plan.strategy == "gather" and plan.ring > 1  # all keys are there in one step
@@ -153,7 +145,10 @@ def one_pass(plan: Plan, shape: Shape, steps: Steps, machine: Machine, each: Pas
         seconds = float(work.max())
     else:
         token = np.where(steps.moves_on, each.token + each.summed, each.token + each.returned)
-        seconds = finished(steps, arrivals(steps, machine, token, plan), work)
+        arrival, alone = arrivals(steps, machine, token, plan), work
+        if len(steps.first) == steps.count:  # one waits for the other
+            arrival, alone = arrival.max(0, keepdims=True), work.max(0, keepdims=True)
+        seconds = float((arrival + np.cumsum(alone[:, ::-1], axis=1)[:, ::-1]).max())
         keys = [float((tokens * token).sum(1).max()) for tokens in steps.tokens]
     if near or far:
         swap, late = machine.swap(near, far, ranks), 2 * (machine.between if far else machine.inside).seconds(0, 1)

@@ -159,9 +159,9 @@ class Recipe:
         """
         if not (self.keep and self.gradients and self.mostly_local):
             return False
-        tokens = reads_of(self.mask).tokens
-        if not are_kept(self.plan.tokens.shard_len, int((tokens.sum(1) - tokens.diagonal()).max())):
-            return False
+        tokens, length = reads_of(self.mask).tokens, self.plan.tokens.shard_len
+        if length > SIDE_STREAM_UP_TO and (tokens.sum(1) - tokens.diagonal()).max() >= length:
+            return False  # long ranks keep fewer than they have
         steps = self.steps(back=True)
         kernels = self.forward.kernel.load(), self.kernel(steps, backward=True).load()
         if not all(kernel.disjoint and not kernel.separable for kernel in kernels):
@@ -265,16 +265,12 @@ class Recipe:
             self.selected(rectangles=False)
         except NotImplementedError:
             ranks = (replace(self, rank=rank, visible=None) for rank in range(self.plan.ring))
+            passes = (False, True)[: 1 + self.gradients]
             try:
-                self.selected(all(each.few_rectangles for each in ranks))
+                self.selected(all(are_rectangles(each.steps(back)) for each in ranks for back in passes))
             except NotImplementedError as error:
                 return error
         return None
-
-    @property
-    def few_rectangles(self) -> bool:
-        """Whether every step of both passes is few rectangles."""
-        return all(are_rectangles(self.steps(back)) for back in (False, True)[: 1 + self.gradients])
 
 
 def see_mostly_local(spec: AttentionSpec, docs: Docs | None, batch: int, shard: int) -> bool:
@@ -283,11 +279,6 @@ def see_mostly_local(spec: AttentionSpec, docs: Docs | None, batch: int, shard: 
     """
     short = isinstance(spec.window, int) and 2 * spec.window <= shard and not spec.first
     return batch == 1 and (docs is not None or short)
-
-
-def are_kept(held: int, arriving: int) -> bool:
-    """Whether so many keys that arrive may be kept: long ranks keep fewer than they hold."""
-    return held <= SIDE_STREAM_UP_TO or arriving < held
 
 
 def in_two(steps: Sequence[Step]) -> bool:

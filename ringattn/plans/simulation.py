@@ -7,7 +7,7 @@ kept: 16,384 ranks in a ring have 268 million steps, forward and again backward.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
@@ -32,15 +32,17 @@ def users(group: np.ndarray, some: np.ndarray) -> np.ndarray:
 def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
     """[ring, ulysses] from "rank7:0.8,host2:0.5": the speed of some ranks, of 1."""
     factors = np.ones(ring * ulysses)
+    limits = {"rank": ring * ulysses, "host": -(-ring * ulysses // gpus)}
     for word in filter(None, slow.split(",")):
         match = SLOW.fullmatch(word)
-        if match is None or not 0 < float(match[3]) <= 10:
-            raise ValueError(f"slow={word}: give rank7:0.8 or host2:0.5, a speed above 0 (1 is as described)")
-        kind, number, speed = match[1], int(match[2]), float(match[3])
-        most = ring * ulysses if kind == "rank" else -(-ring * ulysses // gpus)
-        if number >= most:
-            raise ValueError(f"slow={word}: there are {most} {kind}s, counted from 0")
-        factors[number if kind == "rank" else slice(number * gpus, (number + 1) * gpus)] = speed
+        if match is None or not 0 < float(match[3]) <= 10 or int(match[2]) >= limits[match[1]]:
+            raise ValueError(
+                f"slow={word}: give rank7:0.8 or host2:0.5, a speed above 0 (1 is as described); there are "
+                f"{limits['rank']} ranks and {limits['host']} hosts, counted from 0"
+            )
+        number = int(match[2])
+        some = number if match[1] == "rank" else slice(number * gpus, (number + 1) * gpus)
+        factors[some] = float(match[3])
     return factors.reshape(ring, ulysses)
 
 
@@ -168,18 +170,3 @@ def play(
         one_pass = played.gather_pass if plan.strategy == "gather" else played.ring_pass
         played.finish = played.heads(one_pass(steps, each, played.heads(played.finish, each)), each)
     return played
-
-
-def timeline(played: Played, ranks: Mapping[int, str], width: int = 84) -> list[str]:
-    """Text: of watched ranks, by number, when each computes (#), waits (.), and sends after its last step (-)."""
-    scale, lines = width / played.seconds, []
-    for number, name in ranks.items():
-        spans = played.steps[1:, :, played.watched.index(number)].T
-        last, end = (int(x * scale) for x in (spans.max(), played.finish.ravel()[number]))
-        marks = list(("." * last + "-" * (end - last)).ljust(width)[:width])
-        for begun, ended in spans:
-            if ended > begun:
-                some = range(int(begun * scale), min(width, max(int(begun * scale) + 1, int(ended * scale))))
-                marks[some.start : some.stop] = "#" * len(some)
-        lines.append(f"{name:>12} {''.join(marks)}")
-    return lines

@@ -54,8 +54,8 @@ def groups_problem(groups: int | None, heads: tuple[int, int], ulysses: int, rin
     """Every group has equally many heads of each rank."""
     if groups is None:  # of heads that a compiler may trace
         return None
-    here = heads_of_group(*heads, ulysses, 1)
-    if isinstance(groups, int) and groups > 0 and may_group(groups, *here, ring):
+    query, key = heads_of_group(*heads, ulysses, 1)
+    if isinstance(groups, int) and groups > 0 and may_group(groups, query, key, ring):
         return None
-    which = f"{here[0]} query heads of a rank" if here[1] == ring == 1 else f"{here[1]} key heads of a rank"
-    return f"groups={groups!r} does not divide the {which}; leave it out, or use groups=1"
+    which = f"{query} query heads" if key == ring == 1 else f"{key} key heads"
+    return f"groups={groups!r} does not divide the {which} of a rank; leave it out, or use groups=1"

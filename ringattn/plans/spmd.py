@@ -58,11 +58,7 @@ class Route:
 
 
 def runs(distances: tuple[int, ...], flights: list[Flight]) -> list[tuple[Flight, list[int]]]:
-    """Consecutive steps with the same flights, together: they become one loop.
-
-    >>> runs((1, 2, 4), [Flight(None, None)] * 3)
-    [(Flight(keys=None, grads=None), [1, 2, 4])]
-    """
+    """Consecutive steps with the same flights, together: they become one loop."""
     grouped = groupby(zip(flights, distances, strict=True), key=lambda pair: pair[0])
     return [(flight, [d for _, d in pairs]) for flight, pairs in grouped]
 

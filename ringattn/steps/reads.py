@@ -47,13 +47,6 @@ class AllRanges(NamedTuple):
     owners: np.ndarray
     offsets: np.ndarray
 
-    def of(self, owners: np.ndarray) -> "AllRanges":
-        """The ranges of some of the shards, which are numbered anew."""
-        number = np.full(self.owners.max() + 1, -1)
-        number[owners] = np.arange(len(owners))
-        owner = number[self.owners]
-        return AllRanges(*(x[owner >= 0] for x in (self.starts, self.stops, self.steps, owner, self.offsets)))
-
 
 def all_ranges(shards: Sequence[Shard]) -> AllRanges:
     counts = [*map(len, shards)]
