@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ringattn.models.loss import cross_entropy as cross_entropy
     from ringattn.models.loss import token_mean as token_mean
     from ringattn.plans.plan import Plan as Plan
-    from ringattn.plans.transport import Transport as Transport
+    from ringattn.plans.sizes import Transport as Transport
     from ringattn.serving import KVCache as KVCache
 
 __version__ = "0.1.0"
@@ -46,7 +46,7 @@ ROOMS = {
     "models.loss": ["cross_entropy", "token_mean"],
     "models.nn": ["nn"],
     "plans.plan": ["Plan"],
-    "plans.transport": ["Transport"],
+    "plans.sizes": ["Transport"],
     "serving": ["KVCache"],
 }
 PUBLIC = {name: f"ringattn.{room}" for room, names in ROOMS.items() for name in names}

@@ -18,8 +18,7 @@ from ringattn.plans.explain import Option, data_of, kernel_report, sentence, tab
 from ringattn.plans.machine import Machine, chip_here, load, of_device
 from ringattn.plans.plan import Plan, Report
 from ringattn.plans.ranks import Ranks, one_rank
-from ringattn.plans.sizes import dtype_name
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport, dtype_name
 
 
 def plan(

@@ -19,7 +19,7 @@ from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.masks.spec import AttentionSpec
 from ringattn.plans import recipe
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.ulysses import summed
 from tests.cases import BALANCED, CASES, FEATURES, PLACES, large_scores, on_threads

@@ -18,7 +18,7 @@ from ringattn.models.hf.attention import Asked, Call
 from ringattn.models.hf.choice import Spread
 from ringattn.models.hf.generate import RanksCache
 from ringattn.plans import machine
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport
 
 BF16, T = torch.bfloat16, 64
 MACHINE = machine.of_device("cpu")

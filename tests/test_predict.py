@@ -29,7 +29,7 @@ from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.plans.plan import Plan
 from ringattn.plans.predict import Rates, predict
 from ringattn.plans.recipe import Visible
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport
 from ringattn.steps.rank import steps_of
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.steps import Score

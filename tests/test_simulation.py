@@ -20,7 +20,7 @@ from ringattn.plans.course import OfTable, OfWholeBlocks, Ring, at_distances
 from ringattn.plans.machine import Link, load
 from ringattn.plans.plan import Plan
 from ringattn.plans.simulation import play
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport
 from ringattn.steps.reads import Reads
 from ringattn.steps.table import build
 

@@ -16,7 +16,7 @@ from ringattn.masks.bands import bounds_at, families, intervals, work_of
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.mask import Mask, reads_of
 from ringattn.plans.plan import Plan
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport
 from ringattn.torch.attention.steps import below, bounds_on, local, on_device, spread_on
 from tests.cases import FEATURES
 

@@ -26,7 +26,7 @@ from ringattn.plans.cost import seen_pairs
 from ringattn.plans.machine import ITEMS, Machine, load, of_device
 from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.plans.plan import Plan
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport
 
 RANKS_LIMIT = 65536
 RING_LIMIT = 1024  # of longer rings no documents are shown, since what each pair of ranks works on is counted

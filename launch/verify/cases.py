@@ -10,7 +10,7 @@ import ringattn as ra
 from ringattn.masks.slices import Mask
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.masks.values import fields
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport
 
 HEAD = "name", "ring", "ulysses", "strategy", "layout", "seed"
 

@@ -17,7 +17,7 @@ from ringattn.masks.slices import KINDS
 from ringattn.masks.spec import AttentionSpec
 from ringattn.plans.plan import STRATEGIES
 from ringattn.plans.segments import WAYS, layouts
-from ringattn.plans.transport import GRADS, ROUTES
+from ringattn.plans.sizes import GRADS, ROUTES
 
 DTYPES = ("float32", "float32", "bfloat16", "float16", "float64")  # float32 twice as often
 RANKS = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8)

@@ -6,7 +6,7 @@ from typing import Any
 from ringattn.masks.slices import Mask
 from ringattn.masks.spec import AttentionSpec, Docs, is_number
 from ringattn.plans.plan import Plan
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport
 
 SAY = "pass True or False"
 WORDS: dict[str, tuple[type, str]] = {

@@ -14,7 +14,7 @@ from ringattn.plans.mask import Mask
 from ringattn.plans.plan import Plan
 from ringattn.plans.predict import Rates, predict
 from ringattn.plans.recipe import Recipe
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport
 
 
 class Asked(NamedTuple):

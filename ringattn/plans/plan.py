@@ -18,8 +18,7 @@ from ringattn.masks.values import Value, fields
 from ringattn.plans.cost import Shape, heads_of_group, may_group, of_heads
 from ringattn.plans.machine import Link, Machine, assumed
 from ringattn.plans.ranks import NOT_HERE, Ranks
-from ringattn.plans.sizes import groups_problem, heads_of, heads_problem, size_of
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport, groups_problem, heads_of, heads_problem, size_of
 
 STRATEGIES = ("ring", "gather", "ulysses")
 MAX_GROUPS = 4

@@ -19,7 +19,7 @@ from ringattn.masks.spec import Docs
 from ringattn.masks.values import fields
 from ringattn.plans.plan import Plan
 from ringattn.plans.ranks import one_rank
-from ringattn.plans.transport import Transport
+from ringattn.plans.sizes import Transport
 
 PLANS: "WeakValueDictionary[str, Plan]" = WeakValueDictionary()  # by their text
 LAID_OUT: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()  # the plans of documents, by their handle
