@@ -69,13 +69,10 @@ def test_where_nothing_is_hidden_fewer_bytes_win():
     assert ways == ["keys", "keys", "queries", "queries"]
 
 
-def test_small_partials_are_gathered_and_large_ones_shared_out():
+def test_how_partials_are_exchanged_goes_by_their_size():
     assert exchange_way(32 * 129 * 4, 4, H200.inside) == "gather"  # a token
     assert exchange_way(64 * 32 * 129 * 4 * 16, 8, H200.inside) == "scatter"  # 64 tokens of 16 rows
     assert exchange_way(10**9, 2, H200.inside) == "gather"  # of two ranks both send the same bytes
-
-
-def test_a_token_goes_by_what_starts_sooner_and_a_large_exchange_by_what_is_faster():
     assert exchange_over(32 * 129 * 4, 4, H200) == "group"  # 264 us beside 289, as measured
     assert exchange_over(2**24, 4, H200) == "symmetric"
     assert exchange_over(2**24, 4, CPU) == "group"  # there is no other

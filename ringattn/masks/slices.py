@@ -83,6 +83,4 @@ def check_apart(slices: np.ndarray) -> None:
         twice = common(bands.some(first + i), bands.some(other + i))
         if len(twice.start):
             start, stop, begin, *_ = (int(x[0]) for x in twice)
-            raise ValueError(
-                f"slices overlap: queries {start} to {stop} see key {begin} by two of them; each may be seen once"
-            )
+            raise ValueError(f"slices overlap: queries {start} to {stop} see keys from {begin} on in two of them")
