@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/qwen3_8b.py ringattn qwen3 131072 4     # with 4 of the 36 layers
 
 All ways have FSDP2, mixed precision bf16 (float32 weights and AdamW) and the same weights and tokens; all but
-`attention` recompute layers whole. On a CPU the model is tiny.
+`attention` recompute layers whole. On a CPU the model is tiny, and accelerate cannot.
 
     ringattn     accelerate, with hf.over_ranks
     attention    the same, hf.in_pieces, and a recomputation that keeps attention (hf.keep_attention)
@@ -44,6 +44,8 @@ def main(way: str, name: str, tokens: int, layers: int) -> None:
     torch.manual_seed(0)
     with state.device:
         model = kind(made(**how, **{**SHAPE, **sizes, **({} if on_gpu else TINY)}, use_cache=False)).train()
+    losses: list[torch.Tensor] = []  # not rounded
+    model.register_forward_hook(lambda module, args, found: losses.append(found.loss.detach()))
     if way == "attention":
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": hf.keep_attention})
         model = hf.in_pieces(model)
@@ -71,11 +73,10 @@ def main(way: str, name: str, tokens: int, layers: int) -> None:
         with accelerator.maybe_context_parallel(
             buffers=cut, buffer_seq_dims=[1] * len(cut), no_restore_buffers=set(cut)
         ):
-            loss = call(**batch).loss
-            accelerator.backward(loss)
+            accelerator.backward(call(**batch).loss)
         optimizer.step()
         optimizer.zero_grad()
-        value = float(accelerator.reduce(loss.detach().float(), "mean"))  # waits for the GPU
+        value = float(accelerator.reduce(losses[-1].float(), "mean"))  # waits for the GPU
         seconds, memory = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
         if dist.get_rank() == 0:
             print(f"step {step}: {seconds:.3f} s, {memory:.1f} GiB, loss {value:.4f}")

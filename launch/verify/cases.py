@@ -20,13 +20,13 @@ class Step(NamedTuple):
 
     do: str  # decode, prefill
     begins: tuple[int, ...]  # of each row
-    count: int
+    new: int
     words: dict[str, Any]
 
     @property
     def tokens(self) -> np.ndarray:
-        """Which ones [B, count]."""
-        return np.array(self.begins)[:, None] + np.arange(self.count)
+        """Which ones [B, new]."""
+        return np.array(self.begins)[:, None] + np.arange(self.new)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Case:
         return ", ".join([str(self), *(f"{n}={x}" for n, x in chosen.items() if x != default[n] and n not in HEAD)])
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """Those of its mesh."""
         return {"ring": self.ring, "ulysses": self.ulysses}
 
@@ -99,7 +99,10 @@ class Case:
 
     @property
     def mask(self) -> Mask | None:
-        return None if self.slices is None else Mask.from_slices(*zip(*self.slices, strict=True), self.seq_len)
+        if self.slices is None:
+            return None
+        queries, keys, kinds = zip(*self.slices, strict=True)
+        return Mask.from_slices(queries, keys, kinds, self.seq_len)
 
     @property
     def key_docs(self) -> Docs | None:
@@ -153,19 +156,19 @@ class Case:
         cache: Any = ra.KVCache.allocate(
             plan, batch=self.batch, max_len=self.seq_len, kv_heads=self.kv_heads, head_dim=self.head_dim,
             value_dim=self.value_dim, dtype=given["q"].dtype, window=self.spec.behind, block=self.block,
-            room=max(step.count for step in self.steps),
+            room=max(step.new for step in self.steps),
         )  # fmt: skip
         also: Any = {"spec": self.spec, "sinks": array(given["sinks"]) if self.sinks else None}
         lengths = self.steps[0].begins
         for step in self.steps:
             if step.begins != lengths:
                 cache = cache.truncate(list(step.begins)) or cache
-            lengths = tuple(n + step.count for n in step.begins)
+            lengths = tuple(n + step.new for n in step.begins)
             q, k, v = (array(given[name][np.arange(self.batch)[:, None], step.tokens]) for name in "qkv")
             if step.do == "decode":
                 result = ra.decode(q, k, v, cache, **also, **step.words)
             else:
-                chunk = plan.for_length(step.count)
+                chunk = plan.for_length(step.new)
                 q, k, v = jit(lambda *x, plan=chunk: tuple(map(plan.shard, x)))(q, k, v)
                 result = ra.prefill(q, k, v, chunk, cache, **also, **step.words)
             out, cache = result if isinstance(result, tuple) else (result, cache)

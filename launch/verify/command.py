@@ -143,8 +143,8 @@ def caller(options: Options) -> Callable[[Case, oracle.Truth], Errors]:
         mesh_of = cache(partial(init_mesh, device_type=options.device))
         return lambda case, true: messages.gather(one_rank(options, case, true, mesh_of(**case.sizes)))
     if options.backend == "threads":
-        how: dict[str, Any] = {"device": options.device}
-        return lambda case, true: local.run(partial(one_rank, options, case, true), **how, **case.sizes)
+        device = options.device
+        return lambda case, true: local.run(partial(one_rank, options, case, true), device=device, **case.sizes)
     from ringattn.launch.verify import devices
 
     return lambda case, true: [true.errors(devices.results(case, true.given))]

@@ -165,11 +165,11 @@ def compared(exact: Results, alone: Results, spread: Results) -> list[Row]:
     """Layer by layer, in the order of the model: the errors of the values, and the largest of the gradients."""
     layers, rows = len(exact.values) - 3, []
     names = ["embeddings", *(f"layer {i}" for i in range(layers)), "norm and head", "loss"]
-    for at, (name, *values) in enumerate(zip(names, spread.values, alone.values, exact.values, strict=True)):
+    for at, (name, ours, one, true) in enumerate(zip(names, spread.values, alone.values, exact.values, strict=True)):
         truths = {n: x for n, x in exact.gradients.items() if layer_of(n, layers) == at}
         floor = SMALL * max((float(x.norm()) for x in truths.values()), default=0.0)
         errors = {n: off(spread.gradients[n], alone.gradients[n], x, floor) for n, x in truths.items()}
-        row: Row = {"layer": name, "values": off(*values), "gradients": max(errors.values(), default=None)}
+        row: Row = {"layer": name, "values": off(ours, one, true), "gradients": max(errors.values(), default=None)}
         row["of"] = max(errors, key=lambda n: errors[n], default=None)
         row["result"] = "pass" if row["values"] <= 1 and (row["gradients"] or 0) <= 1 else "FAIL"
         rows.append(row)
