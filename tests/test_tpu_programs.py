@@ -109,7 +109,7 @@ def test_groups_of_heads_hide_all_but_the_first_and_the_last(topology, ring, uly
 
 @slow
 def test_of_the_delta_rule_only_states_travel():
-    plan = plan_on("v6e:2x4", 8 * 256, 8, layout="zigzag")
+    plan = plan_on("v6e:2x4", 8 * 256, 8, layout="contiguous")
 
     def delta_rule(q, k, v, g, beta):
         return ra.linear_attention(q, k, v, g, plan, beta=beta)
