@@ -77,6 +77,7 @@ def dense(results: Any, T: int, S: int, row: int) -> np.ndarray:
     for family in results:
         begin, end = (side[row] for side in bounds_at(family[row : row + 1] if row else family, np.arange(T)))
         assert (np.diff(begin) >= 0).all() and (np.diff(end) >= 0).all()
+        assert all((bands.last_begin < bands.last_end).all() for bands in family)  # every query of a band sees a key
         seen += (begin[:, None] <= np.arange(S)) & (np.arange(S) < end[:, None])
     return seen
 
@@ -89,7 +90,7 @@ BESIDE_FIRST = Case(
     "tree", spec=AttentionSpec(window=3, first=4), lengths=[[2, 7, 6]], parents=[[-1, -1, 0]], batch=2, seq_len=16
 )
 NEAR_SPANS = [
-    Case("spans", spec=spec, lengths=[[18, 11]], spans=[[(3, 12), (20, 27)]], batch=1, seq_len=31)
+    Case("spans", spec=spec, lengths=[[18, 11]], spans=[[(10, 15), (20, 27)]], batch=1, seq_len=31)
     for spec in (AttentionSpec(False, (4, 1), None, 8), AttentionSpec(window=3, first=6))
 ]
 
