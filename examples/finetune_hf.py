@@ -28,8 +28,6 @@ def load(name: str | None, text: Path) -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def main(name: str | None = None, text: str = __file__, seq_len: str = "2048", steps: str = "10") -> None:
-    if not Path(text).is_file():
-        sys.exit(f"{text} is no file: finetune_hf.py MODEL TEXT SEQ_LEN STEPS")
     where = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group()
     if where == "cuda":

@@ -44,6 +44,7 @@ def as_rank(script: str, words: list[str], environment: dict[str, str], output: 
         dist.set_debug_level(dist.DebugLevel.OFF)
     os.chdir(Path(output).parent)
     sys.argv = [script, *words]
+    sys.path.insert(0, str(Path(script).parent))  # as Python does
     runpy.run_path(script, run_name="__main__")
     sys.stdout.flush()
 

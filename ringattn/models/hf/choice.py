@@ -100,6 +100,13 @@ class Spread(Value):
         raise TypeError("a prepared model belongs to its ranks; save its state_dict() or save_pretrained(FOLDER)")
 
 
+def inner(model: Any) -> Any:
+    """The model inside of peft's adapters and of torch.compile."""
+    while "_orig_mod" in getattr(model, "_modules", {}):
+        model = model._orig_mod
+    return inner(model.get_base_model()) if hasattr(model, "get_base_model") else model
+
+
 def source_of(plan: Any, axes: Mapping[str, Any] | None, seq_len: int | None) -> Plan | Choice:
     """What the plans of a model come from: a plan, or a mesh and how its axes are named."""
     if isinstance(plan, Plan | Choice):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.models.hf.modules import inner
+from ringattn.models.hf.choice import inner
 from ringattn.models.hf.targets import Wanted, changed
 from ringattn.models.loss import token_losses
 from ringattn.models.pieces import LOGITS, tokens_at_once

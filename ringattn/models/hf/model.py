@@ -4,6 +4,7 @@ B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from types import MethodType
 from typing import Any
 
@@ -13,9 +14,8 @@ from ringattn.models.hf import generate as hf_generate
 from ringattn.models.hf import linear as hf_linear
 from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import NAME, register, stretched, with_last
-from ringattn.models.hf.choice import Spread, axes_of, source_of
+from ringattn.models.hf.choice import Spread, axes_of, inner, source_of
 from ringattn.models.hf.forward import forward_of
-from ringattn.models.hf.modules import give_own_configs, inner
 from ringattn.models.hf.packed import is_counted
 from ringattn.models.hf.refusals import refuse
 from ringattn.plans.plan import Plan
@@ -78,6 +78,15 @@ def prepare(
     if isinstance(source, Plan) or seq_len is not None:
         plan_of(bare)
     return model
+
+
+def give_own_configs(model: nn.Module) -> None:
+    """Replace each config that modules hold by a copy, so that no other model that was made from it changes."""
+    copies: dict[int, Any] = {}  # of deepcopy: what was shared within the model stays shared
+    for module in model.modules():
+        for name, x in vars(module).items():
+            if hasattr(x, "sub_configs"):
+                vars(module)[name] = deepcopy(x, copies)
 
 
 def plan_of(model: Any) -> Plan:
