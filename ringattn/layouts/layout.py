@@ -50,12 +50,6 @@ def zigzag(layout: "Layout", ranks: int, rank: int) -> Shard:
     return tuple([block(whole, 2 * ranks, i) for whole in layout.pieces for i in (rank, 2 * ranks - 1 - rank)])
 
 
-def balanced(layout: "Layout", ranks: int, rank: int) -> Shard:
-    """Equally many tokens and nearly equal work, in a few ranges."""
-    assert ranks == layout.ring, "documents are dealt to whole ring ranks"
-    return layout.dealt[rank]
-
-
 class Maker(NamedTuple):
     """How a layout is made: the shard of one of so many ranks, of how many equal blocks of each piece it consists, and
     whether it can lay out each document, or deals documents out by their work. JAX takes it if it does not.
@@ -71,7 +65,7 @@ MAKERS = {
     "contiguous": Maker(contiguous, 1, each_document=True),
     "striped": Maker(striped, 1),
     "zigzag": Maker(zigzag, 2, each_document=True),
-    "balanced": Maker(balanced, 1, by_work=True),
+    "balanced": Maker(lambda layout, ranks, rank: layout.dealt[rank], 1, by_work=True),  # to whole ring ranks
 }
 LAYOUTS = tuple(name for name, maker in MAKERS.items() if not maker.by_work)  # the same for any documents
 

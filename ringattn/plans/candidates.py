@@ -16,6 +16,9 @@ from ringattn.plans.predict import Rates, predict
 from ringattn.plans.recipe import Recipe
 from ringattn.plans.sizes import Transport
 
+# kernels that round gradients to 16 bits, so that they can travel as such
+LOW_PRECISION = {name for name, kernel in kernels.BY_NAME.items() if kernel.low_precision}
+
 
 class Asked(NamedTuple):
     """What candidates follow from."""
@@ -70,7 +73,7 @@ def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[st
         return forward, backward
 
     by_keys = None if problem.rectangles or problem.mask == "packed" else (rates("short"), rates("long"))
-    return names[0], Rates(*rates(problem.mask), low_precision(names[1]), names[1], by_keys)
+    return names[0], Rates(*rates(problem.mask), names[1] in LOW_PRECISION, names[1], by_keys)
 
 
 def chosen(problem: kernels.Problem, plan: Plan, backward: bool) -> str:
@@ -95,11 +98,6 @@ def rate_of(name: str, problem: kernels.Problem, machine: Machine, backward: boo
         if measured := problem.rate(name, backward):
             return measured * 1e12
     return machine.rate((f"{name}/{problem.dtype}", problem.dtype, "float32"))[backward]
-
-
-def low_precision(name: str) -> bool:
-    """Whether the kernel rounds gradients to 16 bits, so that they can travel as such."""
-    return name in kernels.BY_NAME and kernels.BY_NAME[name].low_precision
 
 
 def routed(plan: Plan, asked: Asked, rounded: bool) -> list[Plan]:
@@ -127,7 +125,7 @@ def first(asked: Asked) -> Plan:
     if name == "auto" and plan.ring > 1 and plan.device == "cuda" and plan.framework == "torch":
         typical = Shape(plan.seq_len, plan.keys.seq_len, 32, 8, 128, 128)
         name = chosen(asked.problem(plan, typical), plan, True)
-    return routed(plan, asked, low_precision(name))[0]
+    return routed(plan, asked, name in LOW_PRECISION)[0]
 
 
 def hosts_of_ring(plan: Plan, gpus: int | None) -> int | None:

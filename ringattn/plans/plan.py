@@ -5,7 +5,7 @@ same devices.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -25,13 +25,7 @@ MAX_GROUPS = 4
 MESSAGES_A_GROUP, WORK_A_GROUP = 12, 0.0052  # the cost of one more: latencies, part of attention's time (2 H200s)
 MAX_PLANS = 256  # of whose calls it is known that all ranks agreed on them
 LARGEST_POSITION = 2**31 - 1  # JAX's positions are int32
-
-
 Report = tuple[Sequence[str], Mapping[str, Any]]  # what a plan says about its choice, as lines and as plain values
-
-
-def no_report() -> Report:
-    return (), {}
 
 
 class Plan(Value):
@@ -54,7 +48,7 @@ class Plan(Value):
     saved_as: str | None = None  # in JAX: the name of attention's results for policies of jax.checkpoint
     machine: Machine = field(default=None, repr=False)  # type: ignore[assignment]  # None: the shipped one of the device
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
-    report: Callable[[], Report] = field(default=no_report, compare=False, repr=False)
+    report: Any = field(default=None, compare=False, repr=False)  # what makes the Report, if candidates were compared
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "key_len", "ring", "ulysses", "head_dim", "value_dim"):
@@ -79,8 +73,14 @@ class Plan(Value):
             )
         if self.layout not in MAKERS:
             yield f"layout={self.layout!r}: choose one of auto, {', '.join(MAKERS)}"
-        if self.docs is not None or MAKERS[self.layout].by_work:
-            yield from self._docs_problems()
+        laid_out = self.docs is not None or MAKERS[self.layout].by_work
+        if laid_out and self.framework == "jax":
+            yield (
+                "for_docs is not supported in JAX, nor is layout='balanced': one program serves all documents there, "
+                "and these would change it; use the plan as it is, or layout='striped'"
+            )
+        if laid_out and self.key_len not in (None, self.seq_len):
+            yield f"key_len={self.key_len}: documents are laid out only for queries and keys of one sequence"
         if self.saved_as is not None and (self.framework != "jax" or not isinstance(self.saved_as, str)):
             yield f"saved_as={self.saved_as!r}: a name for policies of jax.checkpoint, for a JAX mesh only"
         if self.heads is not None and (problem := heads_problem(*self.heads, ulysses=ulysses, ring=ring)):
@@ -96,16 +96,6 @@ class Plan(Value):
         if self.framework == "jax" and (length := max(self.seq_len, self.key_len or 1)) > LARGEST_POSITION // 2:
             yield f"{length} tokens: JAX counts positions in 32 bits, at most {LARGEST_POSITION // 2} with padding"
 
-    def _docs_problems(self) -> Iterator[str]:
-        """Why this plan cannot lay out documents, if it cannot."""
-        if self.framework == "jax":
-            yield (
-                "for_docs is not supported in JAX, nor is layout='balanced': one program serves all documents there, "
-                "and these would change it; use the plan as it is, or layout='striped'"
-            )
-        if self.key_len not in (None, self.seq_len):
-            yield f"key_len={self.key_len}: documents are laid out only for queries and keys of one sequence"
-
     def __deepcopy__(self, memo: Any = None) -> "Plan":
         return self  # a value
 
@@ -116,7 +106,7 @@ class Plan(Value):
 
         `for_docs` binds it to the axes of another plan. Nor is its report pickled.
         """
-        given = {name: getattr(self, name) for name in fields(self)} | {"report": no_report}
+        given = {name: getattr(self, name) for name in fields(self)} | {"report": None}
         if self.axes.here and self.framework == "jax":
             raise TypeError(f"a plan on a JAX mesh cannot be pickled ({self}): make the plan on every rank")
         if self.axes.here and self.ring * self.ulysses > 1:
@@ -283,8 +273,8 @@ class Plan(Value):
             return made
         if not isinstance(docs, Docs):
             raise ValueError(f"docs is of type {type(docs).__name__}; pass Docs.from_lengths([...])")
-        raise_if(next(self._docs_problems(), None))
-        return self.replace(seq_len=docs.length, key_len=None, docs=docs.first or docs)
+        key_len = None if self.keys is self else self.key_len
+        return self.replace(seq_len=docs.length, key_len=key_len, docs=docs.first or docs)
 
     # The functions that need a framework are in ringattn.torch and ringattn.jax, under the same names.
 
@@ -328,7 +318,7 @@ class Plan(Value):
 
     def explain(self, json: bool = False) -> str:
         """Why this plan was chosen, the candidates with what they take, and which kernel runs; or all as JSON."""
-        lines, data = self.report()
+        lines, data = self.report() if self.report else ((), {})
         return dumps({"plan": str(self), **data, "lines": lines}, indent=1) if json else "\n".join(lines or [str(self)])
 
     def __str__(self) -> str:

@@ -104,11 +104,8 @@ def keys_seen(bands: Bands, queries: AllRanges) -> Seen:
     band = bands.some(at)
     if queries.steps[0] > 1:
         first = last = np.where(band.rise > band.lean, last, first)
-    return (
-        queries.owners[which],
-        band.begin + band.lean * (first - band.start),
-        band.end + band.rise * (last - band.start),
-    )
+    begin, end = band.begin + band.lean * (first - band.start), band.end + band.rise * (last - band.start)
+    return queries.owners[which], begin, end
 
 
 def overlaps(table: AllRanges, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:
