@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.launch.bench import main
+from ringattn.launch.bench import kernels, main
 from ringattn.launch.rows import Row, read
 
 SMALL = ["heads=4", "kv_heads=2", "head_dim=16", "device=cpu"]
@@ -25,6 +25,7 @@ def test_every_contestant_has_a_line_for_each_mask_length_and_mode(tmp_path: Pat
     assert all(r["tflops"] > 0 and r["over_tiled"] > 0 for r in rows if r["impl"] == "auto")
     auto, sdpa = rows_of(tmp_path, "kernels", "tokens=96", "impls=auto,sdpa_cpu", "repeats=1")[-4:-2]
     assert auto["over_sdpa_cpu"] == pytest.approx(sdpa["ms"] / auto["ms"])  # of one round
+    assert {name for names in kernels.DEFAULT.values() for name in names} <= {*kernels.NAMES}
     pairs = 96 * 97 / 2
     assert auto["tflops"] == pytest.approx(4 * 16 * 4 * pairs / 1e9 / auto["ms"])
 

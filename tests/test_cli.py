@@ -182,17 +182,9 @@ def test_a_call_that_fails_is_repeated_by_the_line_it_prints(capsys, monkeypatch
     assert words.main(line) == 0
 
 
-@pytest.mark.parametrize(("refused", "status"), [(("zigzag",), 0), (("",), 1)])
-def test_calls_may_be_refused_but_not_all(refused, status, capsys, monkeypatch):
-    def fussy(case, *given):
-        if case.layout.startswith(refused):
-            raise NotImplementedError("not on a Friday")
-        return exact(case, *given)
-
-    exact = oracle.run
-    monkeypatch.setattr(oracle, "run", fussy)
-    assert words.main(["verify", "ranks=2", "random=12", "cases=attention-ring2x1"]) == status
-    assert "times: not on a Friday" in capsys.readouterr().out
+def test_calls_may_be_refused_but_not_all(capsys):
+    assert words.main(["verify", "random=3", "kernel=fa4"]) == 1
+    assert "0 of 3 random calls pass, 3 are refused" in capsys.readouterr().out
 
 
 def test_verify_runs_in_the_ranks_of_torchrun(tmp_path):
@@ -222,8 +214,7 @@ def test_doctor_survives_a_check_that_breaks(monkeypatch):
         raise RuntimeError("the driver is gone")
 
     monkeypatch.setattr(doctor, "gpus", breaks)
-    monkeypatch.setattr(doctor, "talking", lambda *given: [])
-    (result,) = (each for each in doctor.examine(doctor.Options()) if each.what == "gpu")
+    result = next(each for each in doctor.examine(doctor.Options()) if each.what == "gpu")
     assert result.state == "bad" and "the driver is gone" in result.detail
     missing = doctor.package("no-such-package", (), "jax", "if you use JAX")
     assert (missing.state, missing.detail) == ("none", "not installed") and "ringattn[jax]" in missing.remedy
