@@ -71,7 +71,7 @@ class Attention(nnx.Module):
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs, so it must be even")
         self.spec = AttentionSpec() if spec is None else spec
-        linear = partial(nnx.Linear, use_bias=False, rngs=rngs, **how)
+        linear: Any = partial(nnx.Linear, use_bias=False, rngs=rngs, **how)
         self.q, self.k, self.v = (linear(d_model, n * self.head_dim) for n in (heads, self.kv_heads, self.kv_heads))
         self.out = linear(heads * self.head_dim, d_model)
 

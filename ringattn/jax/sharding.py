@@ -316,7 +316,7 @@ def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = Fals
 
 def of_mesh(name: str, x: Array) -> str | None:
     """Why an array needs a plan: it is neither on one device, nor one device's part inside a shard_map."""
-    there = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+    there: Any = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
     named = isinstance(there, NamedSharding)
     kinds, size = (there.mesh.axis_types, there.mesh.size) if named else ((), len(there.device_set))
     if (size <= 1 and AxisType.Explicit not in kinds) or (AxisType.Manual in kinds and not any(there.spec)):
@@ -340,7 +340,7 @@ def on_every_device(
     """
     if inside:
         return over_mesh(function, call)(arrays, tuple(map(whole_numbers, numbers)))
-    mesh, tokens = current_mesh(plan), cut_of_tokens(*arrays[:2], plan)
+    mesh, tokens = current_mesh(plan), cut_of_tokens(arrays[0], arrays[1], plan)
     rows = tuple(P(tokens[0]) if x is not None and x.shape[0] > 1 else P() for x in numbers)
     given, results = cuts(tokens)
     program = over_mesh(function, call, mesh, (given, rows), results, plan.axes.cuts is None)

@@ -205,7 +205,7 @@ class Queries(NamedTuple):
 
         def attend_next(i: Array, partial: Partial) -> Partial:
             low, start = i * size, jnp.minimum(i * size, slots - size)
-            carry = tuple(lax.dynamic_slice_in_dim(x, start, size, 1) for x in (self.cache.k, self.cache.v)), partial
+            pair: Any = tuple(lax.dynamic_slice_in_dim(x, start, size, 1) for x in (self.cache.k, self.cache.v))
 
             def hop(carry: Any, distance: Any) -> Any:
                 pair, partial = carry
@@ -213,7 +213,8 @@ class Queries(NamedTuple):
                 partial = self.attend(pair, (rank - distance) % line.size, partial, start, low)
                 return lax.optimization_barrier((arriving, partial)), None
 
-            pair, partial = lax.scan(hop, carry, jnp.arange(hops))[0] if hops else carry
+            if hops:
+                (pair, partial), _ = lax.scan(hop, (pair, partial), jnp.arange(hops))
             return self.attend(pair, (rank - hops) % line.size, partial, start, low)
 
         first, last = self.reach()
