@@ -32,9 +32,9 @@ RANKS_LIMIT = 65536
 RING_LIMIT = 1024  # of longer rings no documents are shown, since what each pair of ranks works on is counted
 RANKS_SHOWN = 16  # of longer rings no steps are shown
 CELLS, SAMPLES = 32, 8  # cells of a side of a mask, and queries of a cell that are looked at
-Link = namedtuple("Link", "by")  # the axis of a plan whose ranks do not exist here
 WIDTH = 64  # columns of who holds what
 SHADES = " .:#"  # of the tokens of a column: a rank has none, few, many, or all
+Link = namedtuple("Link", "by")  # the axis of a plan whose ranks do not exist here
 
 
 @dataclass(frozen=True)
