@@ -17,7 +17,7 @@ A few chunks are computed at a time, so that the working set is small and stays 
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,26 +170,26 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
     """The gradients in the dtypes and shapes of their inputs, and that for the start state; `dend` is the gradient for
     the end state.
     """
-    grads = [None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:5]]
+    given: dict[str, Any] = {name: t for name, t in zip(Inputs._fields[:5], x, strict=False) if t is not None}
+    grads = {name: t.new_empty(t.shape) for name, t in given.items()}
     parts, dstate = pieces(x), resolve(dend)
     starts = [] if isinstance(scan, Tensor) else before_pieces(x, start)
     for n, tokens in reversed(list(enumerate(parts))):
         with torch.enable_grad():
             piece, douts = cut(x, tokens), chunks(dout[:, tokens])
-            leaves = [None if t is None else t.detach().requires_grad_() for t in piece[:5]]
-            few = FewChunks(Inputs(*leaves, *piece[5:]))  # type: ignore[arg-type]
+            leaves: dict[str, Any] = {name: t[:, tokens].detach().requires_grad_() for name, t in given.items()}
+            few = FewChunks(piece._replace(**leaves))
             if isinstance(scan, Tensor):
                 before = scan[:, :, of_chunks(tokens)].contiguous()  # other strides would give other bits
             else:
                 before, _ = walk(FewChunks(piece).maps(), starts[n])  # not of `few`: sums in another order
             behind, dstate = walk(few.gradient_maps(douts), dstate, backward=True)
-            u = few.values(before)
-            tracked = [t for t in leaves if t is not None]
-            found = torch.autograd.grad([few.out(u, before), few.behind(u, before)], tracked, [douts, behind])
-        for grad, part in zip([t for t in grads if t is not None], found, strict=True):
+            u, inputs = few.values(before), list(leaves.values())
+            found = torch.autograd.grad([few.out(u, before), few.behind(u, before)], inputs, [douts, behind])
+        for grad, part in zip(grads.values(), found, strict=True):
             grad[:, tokens] = part
     assert dstate is not None
-    return *grads, dstate  # type: ignore[return-value]
+    return grads["q"], grads["k"], grads["v"], grads.get("g"), grads.get("beta"), dstate
 
 
 def before_pieces(x: Inputs, start: Deferred) -> list[Tensor | None]:
@@ -275,8 +275,9 @@ def pieces(x: Inputs) -> list[slice]:
 
 def cut(x: Inputs, tokens: slice) -> Inputs:
     """These tokens of the inputs; `begin` is counted from the first of them."""
-    some = (t if t is None else t[:, tokens] for t in x[:5])
-    return Inputs(*some, None if x.begin is None else x.begin[:, tokens] - tokens.start, x.scale)
+    q, k, v = (t[:, tokens] for t in x[:3])
+    g, beta, begin = (t if t is None else t[:, tokens] for t in x[3:6])
+    return Inputs(q, k, v, g, beta, None if begin is None else begin - tokens.start, x.scale)
 
 
 def chunks(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

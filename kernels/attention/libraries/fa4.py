@@ -391,7 +391,7 @@ def few_keys(where: Intervals) -> bool:
     if where.host is None or len(where.host[0]) != 1:
         return False
     seen = np.maximum(where.host[1].astype(np.int64) - where.host[0], 0)
-    return int(seen.sum()) < KEYS_A_QUERY * np.count_nonzero(seen)
+    return bool(seen.sum() < KEYS_A_QUERY * np.count_nonzero(seen))
 
 
 BY_RECTANGLES = over_rectangles(NAME, forward, backward, refuses, rectangles_of)
