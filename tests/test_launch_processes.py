@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ringattn.launch import processes
 from ringattn.launch.processes import RankError, run
+from ringattn.launch.train import ray
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,6 +81,30 @@ def test_a_rank_ends_with_the_process_that_started_it_however_that_ended(tmp_pat
 )
 def test_the_exit_status_says_whether_another_attempt_may_help(error, status):
     assert processes.status(error) == status
+
+
+def test_what_the_driver_of_ray_opens_on_the_loopback_listens_nowhere_else():
+    with ray.listener("127.0.0.1") as socket:
+        port = socket.getsockname()[1]
+        rows = [line.split() for f in ("tcp", "tcp6") for line in Path("/proc/net", f).read_text().splitlines()[1:]]
+        assert [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")] == [
+            f"0100007F:{port:04X}"
+        ]
+
+
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_rays_token_is_its_owners_alone(before, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    token = tmp_path / ".ray" / "auth_token"
+    if before:
+        token.parent.mkdir(mode=0o777)
+        token.write_text("0" * 64)
+        token.chmod(before)
+    ray.keep_token_private()
+    assert len(token.read_text()) == 64 and [p.name for p in token.parent.iterdir()] == ["auth_token"]
+    assert token.stat().st_mode & 0o777 == 0o600 and not token.parent.stat().st_mode & 0o022
 
 
 def until(condition: Callable[[], object]) -> None:

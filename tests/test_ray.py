@@ -105,6 +105,26 @@ def node_of(cluster, pid: int):
     return next(n for n in cluster.worker_nodes if n.all_processes["raylet"][0].process.pid == parent)
 
 
+def reachable() -> set[str]:
+    """The sockets that listen here beyond the loopback, as the kernel writes their addresses."""
+    rows = [line.split() for f in ("tcp", "tcp6") for line in Path("/proc/net", f).read_text().splitlines()[1:]]
+    loopback = "0100007F:", "0000000000000000FFFF00000100007F:", "00000000000000000000000001000000:"
+    return {row[1] for row in rows if row[3] == "0A" and not row[1].startswith(loopback)}
+
+
+def test_a_cluster_of_one_run_listens_on_the_loopback_alone(tmp_path, undisturbed, monkeypatch):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = reachable()
+    run = Run(tmp_path)
+    run.after(steps=7)
+    assert reachable() <= before
+    output = run.ended()
+    assert run.process.returncode == 0, output
+    assert run.losses() == undisturbed and (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_killed_rank_and_a_killed_node_cost_nothing_but_time(cluster, tmp_path, undisturbed):
     run = Run(tmp_path, f"cluster.address={cluster.address}", "cluster.placement=SPREAD")
     run.after(steps=7)
