@@ -48,7 +48,7 @@ def apart(words: list[str]) -> tuple[Path | None, list[str]]:
             if not folder.is_dir():
                 raise ValueError(f"--config-dir {folder}: there is no such folder")
         elif word.startswith("-"):
-            raise ValueError(f"no option {word} (there are --config-dir, --help)")
+            raise ValueError(f"no option {word} (there are --cfg job, --config-dir, --help)")
         else:
             others.append(override(word))
     return folder, others
@@ -74,6 +74,10 @@ def check_aliases(folder: Path | None) -> None:
             raise ValueError(
                 f"{path} has {aliases} YAML aliases (*name), and at most {ALIASES_LIMIT} are taken; write values out"
             )
+
+
+def as_yaml(config: Train) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def refuse(name: str = "", *default: object) -> None:

@@ -16,12 +16,14 @@ WORDS: dict[Any, str] = {
 }  # fmt: skip
 
 
-def option(default: Any, help: str, least: int | None = None, among: tuple[str, ...] = ()) -> Any:
-    """A field of a dataclass whose value `allow` checks: one of `among`, or a number from `least` on.
+def option(
+    default: Any, help: str, least: int | None = None, below: int | None = None, among: tuple[str, ...] = ()
+) -> Any:
+    """A field of a dataclass whose value `allow` checks: one of `among`, or a number from `least` on and under `below`.
 
     Numbers must be above 0 unless `least` or a default of 0 allows others.
     """
-    metadata = {"help": help, "least": least, "among": among}
+    metadata = {"help": help, "least": least, "below": below, "among": among}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -50,7 +52,7 @@ def show(value: Any) -> str:
 
 def allow(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     """A ValueError for a value, or an element of a list, that the field does not allow."""
-    among, least = field.metadata.get("among"), field.metadata.get("least")
+    least, below, among = (field.metadata.get(name) for name in ("least", "below", "among"))
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, str) and CONTROL.search(each):
             raise ValueError(f"{name}={each!r}: text must be without control characters")
@@ -64,6 +66,8 @@ def allow(name: str, field: dataclasses.Field[Any], value: Any) -> None:
             raise ValueError(f"{name}={each}: must be above 0")
         if each < (least or 0):
             raise ValueError(f"{name}={each}: must be {least or 0} or above")
+        if below is not None and each >= below:
+            raise ValueError(f"{name}={each}: must be below {below}")
 
 
 def whole(text: str) -> str:

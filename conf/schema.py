@@ -62,7 +62,7 @@ class Cluster:
         among=("local", "torchrun", "ray"),
     )
     timeout: float = option(600.0, "seconds after which waiting for another rank is an error")
-    address: str | None = option(None, "address of the Ray cluster; by default the one that runs here")
+    address: str | None = option(None, "address of the Ray cluster, or auto; by default one is started for this run")
     failures: int = option(3, "after how many failures Ray starts another attempt; -1 for all", least=-1)
     placement: str = option("PACK", "of Ray's ranks: on few nodes, or over many", among=("PACK", "SPREAD"))
 
@@ -88,8 +88,8 @@ class Optimizer:
     final: float = option(0.1, "the last learning rate, as a part of the highest", least=0)
     warmup: int = option(5, "steps of linear warm-up", least=0)
     weight_decay: float = option(0.1, "on matrices only", least=0)
-    beta1: float = option(0.9, "decay of the mean gradient", least=0)
-    beta2: float = option(0.95, "decay of the mean square gradient", least=0)
+    beta1: float = option(0.9, "decay of the mean gradient", least=0, below=1)
+    beta2: float = option(0.95, "decay of the mean square gradient", least=0, below=1)
     clip: float = option(1.0, "largest norm of the gradient")
 
 
@@ -102,7 +102,7 @@ class Train:
     cluster: Cluster = field(default_factory=Cluster)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    nproc: int | None = option(None, "ranks to start here; by default every GPU, or 2 without GPUs")
+    nproc: int | None = option(None, "ranks to start here; by default every GPU, or 2 without GPUs", below=65537)
     device: str = option("auto", "where it runs; auto: on GPUs if there are any", among=("auto", "cpu", "cuda"))
     precision: str = option(
         "auto",
@@ -122,6 +122,7 @@ class Train:
     resume: str | None = option(None, "auto: from this run's newest checkpoint; or a checkpoint's folder")
     save_every: int = option(0, "steps between checkpoints, also after the last step; 0: only after a SIGTERM")
     keep: int = option(2, "checkpoints kept")
+    eval_every: int = option(0, "steps between evaluations; 0 for one at the end")
     reference: bool = option(True, "also train on one rank, and measure memory at shorter sequences, for the picture")
     picture: bool = option(True, "draw the loss and the memory at the end, where matplotlib is installed")
     machine: str | None = option(

@@ -20,6 +20,7 @@ from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
 from ringattn.launch.train.trainer import batch_loss, learning_rate
 from ringattn.masks.bands import bounds_at, families
+from ringattn.plans.machine import of_device
 from tests.training import TINY, over, where
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "train-h200.jsonl"
@@ -190,10 +191,10 @@ def test_an_address_where_no_ray_answers_is_an_error_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", ray)
     for dead in ("127.0.0.1:1", "ray://127.0.0.1:1"):
         with pytest.raises(ValueError, match=rf"cluster\.address={dead}: .*refused; is the cluster up"):
-            on_ray.connect(dead)
+            on_ray.connect(dead, 2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         for alive in (f"127.0.0.1:{server.getsockname()[1]}", "auto", "local"):
-            assert on_ray.connect(alive) is ray
+            assert on_ray.connect(alive, 2) is ray
 
 
 def test_the_rate_warms_up_and_falls_to_its_end():
@@ -203,13 +204,24 @@ def test_the_rate_warms_up_and_falls_to_its_end():
 
 
 @pytest.mark.parametrize(("machine", "ranks"), [("h100", 1024), ("a100", 2)])
-def test_a_dry_run_starts_no_rank_and_says_whether_it_fits(machine, ranks, capsys, tmp_path):
+def test_a_dry_run_starts_no_rank_and_says_how_long_and_whether_it_fits(machine, ranks, capsys, tmp_path):
     big = Model(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocab=128256)
     config = dataclasses.replace(TINY, model=big, seq_len=2**20, folder=str(tmp_path), device="cuda", nproc=ranks)
     config = dataclasses.replace(config, data=Data())  # all of the standard library
     assert train.local(dataclasses.replace(config, machine=machine, dry_run=True)) == 0
     output = capsys.readouterr().out
-    assert f"ranks              {ranks} on cuda" in output
+    assert f"ranks              {ranks} on cuda" in output and re.search(r"speed  +[\d,]+ tokens/s, \d+% of", output)
     assert re.search(r"fits  +yes, " if ranks > 2 else r"fits  +no: more ranks", output) and not list(
         tmp_path.iterdir()
     )
+
+
+@pytest.mark.parametrize("row", MEASURED[:2], ids=lambda row: f"{row['layers']} blocks, {row['tokens']} tokens")
+def test_a_dry_run_foresees_the_time_of_a_step_that_was_measured(row):
+    m = Model(head_dim=128, **{k: row[k] for k in ("dim", "layers", "heads", "kv_heads", "hidden", "vocab")})
+    config = Train(model=m, precision="bfloat16", seq_len=row["tokens"], device="cuda", nproc=row["ranks"],
+                   strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]), dry_run=True)  # fmt: skip
+    config = train.resolved(config, row["ranks"])
+    flops = estimate.step_flops(config, parallelize.build(config, torch.device("meta")), data.of(config))
+    result = estimate.step_seconds(config, parallelize.plan_of(config), of_device("cuda"), flops)
+    assert result == pytest.approx(row["step_s"], rel=0.2)

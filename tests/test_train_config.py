@@ -57,6 +57,7 @@ def test_without_arguments_the_configuration_is_the_schema():
         (["run='a\x1b[31m'"], r"run='a\x1b[31m': text must be without control characters"),
         (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
         (["optimizer.lr=inf"], "optimizer.lr=inf: must be a number, and finite"),
+        (["optimizer.beta1=1"], "optimizer.beta1=1.0: must be below 1"),
         (["data.documents=300"], "data.documents=300 ends no document: tokens are 0 to 255"),
         (["run=ä"], """run=ä: this value cannot be read; quotes within quotes may help"""),
         (["+model.foo=3"], "no key 'model.foo'"),
@@ -66,7 +67,7 @@ def test_without_arguments_the_configuration_is_the_schema():
         (["model=tiny,small"], "Ambiguous value for argument 'model=tiny,small'"),
         (["seq_len=${nowhere}"], "Interpolation key 'nowhere' not found"),
         (["--config-dir", "/nope"], "--config-dir /nope: there is no such folder"),
-        (["--cfg", "job"], "no option --cfg (there are --config-dir"),
+        (["--cfgg", "job"], "no option --cfgg (there are --cfg job"),
         (["run=x${oc.env:HOME}"], "${oc.env:HOME} is refused"),
         (["+hydra.callbacks.x._target_=m.C"], "no key 'hydra.callbacks.x._target_'"),
         (["hydra.searchpath=[pkg://m]"], "no key 'hydra.searchpath'"),
@@ -142,6 +143,11 @@ def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
     assert not ran.exists()
 
 
+def test_the_resulting_configuration_is_printed_and_nothing_run(capsys):
+    assert configured.run(["--cfg", "job", "seq_len=4K"], lambda config: pytest.fail("it ran")) == 0
+    assert "\nseq_len: 4096\n" in capsys.readouterr().out
+
+
 def test_as_many_ranks_start_as_the_strategy_says():
     def ranks(**strategy):
         return configured.resolved(Train(device="cpu", strategy=Strategy(**strategy)), None).nproc
@@ -159,6 +165,7 @@ def test_as_many_ranks_start_as_the_strategy_says():
         ({"nproc": 2, "strategy": schema.Strategy(keys="ulysses")}, "strategy='ulysses' means a ring axis of size 1"),
         ({"nproc": 2, "machine": "h10"}, "no such description or file; did you mean 'h100'?"),
         ({"nproc": 2, "machine": "h100"}, "it describes cuda, and device=cpu"),
+        ({"nproc": 1, "resume": "nowhere"}, "nowhere cannot be read"),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_would(choices, message, capsys):

@@ -1,6 +1,7 @@
 """What a run leaves in its folder: a checkpoint goes on anywhere; nothing half-written or of another run is read."""
 
 import dataclasses
+import fcntl
 import io
 import json
 import os
@@ -64,7 +65,9 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     others = {
         "model.dim is 32 there and 64 here": {"model": Model(dim=64)},
         r"seed is 0 there and 7 here; seq_len is 96 there and 48 here": {"seed": 7, "seq_len": 48},
-        r"tokens of data.path is \d+ there and \d+ here": {"data": dataclasses.replace(TINY.data, suffix="r.py")},
+        r"data.tokens is '\d+ with checksum \w+' there and '\d+ with": {
+            "data": dataclasses.replace(TINY.data, suffix="r.py")
+        },
         "batch x accumulate x strategy.data is 1 there and 3 here": {"batch": 3},
     }
     for text, change in others.items():
@@ -188,8 +191,15 @@ def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
         assert train.local(dataclasses.replace(config, **more)) == 2
         expected = f"ringattn train: {tmp_path}/run holds a run; use resume=auto to go on, or another run=NAME\n"
         assert capsys.readouterr().err == expected
+    with (tmp_path / "run" / "config.json").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as a run does that still goes on
+        assert train.local(dataclasses.replace(config, resume="auto", steps=3)) == 1
+        output = capsys.readouterr().err
+        assert f"another run is writing to {tmp_path}/run; wait for its end, or use another run=NAME" in output
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-    assert train.local(dataclasses.replace(config, resume="auto")) == 0
+    assert train.local(dataclasses.replace(config, resume="auto", steps=4, eval_every=3)) == 0
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [3, 4]
 
 
 def test_resume_without_a_name_is_refused(tmp_path):

@@ -149,13 +149,19 @@ def begins_at(tensor: Tensor) -> list[int]:
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> int:
     """Everything back where it was; returns the step. A checkpoint of another training is refused first (`about`)."""
+    state = matching(path, about)
+    _init_optim_state(optimizer)  # moments to load into
+    load_tensors(path, tensors(model, optimizer))
+    return state["step"]
+
+
+def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The saved state of a checkpoint of this training (`about`); a ValueError for any other."""
     state = read_state(path)
     differ = [f"{k} is {state.get(k)!r} there and {x!r} here" for k, x in about.items() if state.get(k) != x]
     if differ:
         raise ValueError(f"{path} is of another training: {'; '.join(differ)}; use the same, or start another run=NAME")
-    _init_optim_state(optimizer)  # moments to load into
-    load_tensors(path, tensors(model, optimizer))
-    return state["step"]
+    return state
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -198,7 +204,7 @@ def about(config: Train, corpus: data.Corpus) -> dict[str, Any]:
         "batch x accumulate x strategy.data": config.a_step,
         "data.documents": config.data.documents,
         "data.held_out": config.data.held_out,
-        "tokens of data.path": len(corpus),  # wherever they lie now
+        "data.tokens": f"{len(corpus)} with checksum {data.checksum(corpus):08x}",  # wherever they lie now
     }
 
 

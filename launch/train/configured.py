@@ -21,7 +21,8 @@ from ringattn.launch.train import torchrun
 
 USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
 
-Groups choose files of conf/, keys change single values; --config-dir DIR adds your own files.
+Groups choose files of conf/, keys change single values; --cfg job prints the result, --config-dir DIR adds your own
+files.
 """
 
 PATIENCE = 20.0  # seconds that a rank waits for rank 0 to report a problem
@@ -36,14 +37,19 @@ def run(words: list[str], task: Callable[[Train], int]) -> int:
         print(f"{USAGE}\n{schema.choices()}\n\n{listed(schema.every_key())}")
         return 0
     try:
-        from ringattn.conf.compose import composed  # which needs Hydra
+        from ringattn.conf.compose import as_yaml, composed  # which need Hydra
 
-        config = composed(words)
+        prints = "--cfg" in words
+        config = composed([word for word in words if not (prints and word in ("--cfg", "job"))])
     except (ImportError, ValueError) as error:
         text = sentence(error)
         if text is None:
             raise
         return complain(text)
+    if prints:
+        if torchrun.rank() == 0:
+            print(as_yaml(config), end="")
+        return 0
     return task(config)
 
 

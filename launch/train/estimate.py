@@ -1,16 +1,22 @@
-"""A run counted before anything is tried, for a dry run: a rank's memory at its peak, and a step's flops.
+"""A run counted before anything is tried, for a dry run: a rank's memory at its peak, a step's flops and time.
 
 What grows with the tokens is counted in numbers a token, of the run's precision. The runs of
-benchmarks/train-h200.jsonl hold memory to a fifth.
+benchmarks/train-h200.jsonl hold memory to a fifth. A step's time is that of attention as the plan predicts it on the
+described machine, and of all other matrix products at the machine's rate; FSDP's transfers are hidden behind them.
 """
+
+import json
+from pathlib import Path
 
 import torch
 
 from ringattn.conf.schema import Model, Train
 from ringattn.launch.train import data, parallelize
+from ringattn.launch.train.checkpoint import about, matching
 from ringattn.launch.train.model import GATE_LIMIT, Decoder, head_dim
 from ringattn.models.pieces import LOGITS, tokens_at_once
-from ringattn.plans.machine import load, of_device
+from ringattn.plans.machine import ITEMS, Machine, load, of_device
+from ringattn.plans.plan import Plan
 
 STATE = 16  # bytes of a weight, its gradient and its two moments, in float32
 GRADIENT = 4  # of these, the gradient's, which do not exist yet when backward begins
@@ -18,6 +24,7 @@ GRADIENT = 4  # of these, the gradient's, which do not exist yet when backward b
 # all query heads, and each call's gradients come beside their sum.
 ATTENTION = {"cudnn": 3.0}
 ATTENTION_OF_OTHERS = 1.9
+RECOMPUTED = {"none": 0.0, "pointwise": 0.0, "cheap": 0.5, "block": 1.0}  # of the products of forward that run twice
 
 
 def peak_memory(config: Train, decoder: Decoder, local_len: int, ranks: int) -> float:
@@ -91,9 +98,13 @@ def report(config: Train) -> str:
     if machine.device != config.device:
         raise ValueError(f"machine={config.machine}: it describes {machine.device}, and device={config.device}")
     plan, samples = parallelize.plan_of(config), data.of(config)
+    if config.resume not in (None, "auto"):
+        matching(Path(config.resume), about(config, samples.corpus))
     decoder = parallelize.build(config, torch.device("meta"))
     memory = peak_memory(config, decoder, plan.local_len, ranks) / 2**30
-    room = machine.memory / 2**30
+    room, flops = machine.memory / 2**30, step_flops(config, decoder, samples)
+    seconds = step_seconds(config, plan, machine, flops)
+    used, rate = flops / ranks / seconds / (machine.products * 1e12), config.a_step * config.seq_len / seconds
     fits = "yes" if memory <= room else "no: more ranks, strategy.recompute or a shorter seq_len"
     rows = {
         "ranks": f"{ranks} on {config.device}, {config.precision}",
@@ -102,6 +113,21 @@ def report(config: Train) -> str:
         "data": f"{samples.corpus.name}: {len(samples.corpus) / 1e6:.1f} million tokens, {len(samples)} sequences",
         "peak memory": f"about {memory:.3g} GiB a rank: state, what is kept for backward, and what is at work",
         "fits": f"{fits}, {memory:.3g} GiB of {room:.3g} GiB",
-        "flops": f"{step_flops(config, decoder, samples):.3g} a step",
+        "flops": f"{flops:.3g} a step",
+        "predicted": f"{seconds:.3g} s a step on {machine.name}",
+        "speed": f"{rate:,.0f} tokens/s, {used:.0%} of what its matrix products reach",
     }
     return "\n".join([*(f"{name:<18} {what}" for name, what in rows.items()), "", plan.explain()])
+
+
+def step_seconds(config: Train, plan: Plan, machine: Machine, flops: float) -> float:
+    """Seconds of a step: attention as predicted, and the other products at the machine's rate."""
+    m, best, ranks = config.model, json.loads(plan.explain(json=True))["candidates"][0], config.nproc or 1
+    again, layers = RECOMPUTED[config.strategy.recompute], m.layers // m.softmax_every
+    calls = layers * config.batch * config.accumulate
+    attention = calls * (best["seconds"] + (again == 1.0) * best["forward"]["seconds"])
+    pairs = calls * config.strategy.data * visible(config.seq_len, m.window or config.seq_len)
+    others = flops - 12.0 * head_dim(m) * m.heads * pairs
+    slower = ITEMS[config.precision] / 2 if machine.device != "cpu" else 1.0  # float32 products take twice as long
+    slower *= machine.crowd(ranks)
+    return attention + slower * max(0.0, others) * (1 + again / 3) / ranks / (machine.products * 1e12)

@@ -1,6 +1,8 @@
 """What every rank of a training run does: set up, step, evaluate, save. Only rank 0 writes."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -10,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -74,7 +76,9 @@ def work(
     with lost.missing_named("preparing the training"):
         job = prepare(config, Path(folder), device, started_at)
     try:
-        stopped = train(job, stop)
+        resume(job)
+        with save_config(job) if job.rank0 else contextlib.nullcontext():
+            stopped = train(job, stop)
     except (RuntimeError, ConnectionError) as error:
         if named := in_words(error, job.step):
             raise named from None
@@ -84,12 +88,9 @@ def work(
 
 def train(job: Job, stop: Stop) -> bool:
     """Train to the end of the run, or until a rank gets a request to stop; returns whether one did."""
-    resume(job)
     begun = job.step
-    if job.rank0:
-        save_config(job)
-        if begun < job.config.steps:
-            metrics.forget_after(job.folder / "metrics.jsonl", begun)
+    if job.rank0 and begun < job.config.steps:
+        metrics.forget_after(job.folder / "metrics.jsonl", begun)
     stopped = loop(job, stop)
     job.checkpoints.finish()
     if not stopped:
@@ -155,6 +156,8 @@ def loop(job: Job, stop: Stop) -> bool:
             begin = time.perf_counter()
             job.checkpoints.save(job.step, job.decoder, job.optimizer, about(config, job.samples.corpus))
             job.log("save", job.step, seconds=time.perf_counter() - begin)
+        if config.eval_every and job.step % config.eval_every == 0 and job.step < config.steps and not stopping:
+            evaluate(job)
     if job.rank0:
         progress.close()
     return job.step < config.steps
@@ -253,8 +256,11 @@ def resume(job: Job) -> None:
         metrics.echo(f"goes on after step {job.step} from {path}")
 
 
-def save_config(job: Job) -> None:
-    """config.json: the resolved configuration, the versions, the commit, the plan."""
+def save_config(job: Job) -> TextIO:
+    """config.json: the resolved configuration, the versions, the commit, the plan.
+
+    No other run can use the folder while the returned file is open. The system unlocks it when this process ends.
+    """
     about = {
         "config": dataclasses.asdict(job.config),
         "plan": str(job.plan),
@@ -263,6 +269,20 @@ def save_config(job: Job) -> None:
         "launcher": torchrun.run_name(),
         **bench.stamp(),
     }
-    with metrics.writing(job.folder / "config.json"):
+    path = job.folder / "config.json"
+    with metrics.writing(path):
         job.folder.mkdir(parents=True, exist_ok=True)
-        (job.folder / "config.json").write_text(json.dumps(about, indent=1))
+        file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        why = f"another run is writing to {job.folder}; wait for its end, or use another run=NAME"
+        raise BlockingIOError(why) from None  # another attempt may succeed
+    except OSError:  # this file system knows no locks
+        pass
+    with metrics.writing(path):
+        file.truncate(0)
+        file.write(json.dumps(about, indent=1))
+        file.flush()
+    return file
