@@ -80,8 +80,8 @@ def plan(
 
 
 def of_given(alone: Plan, target: "Target", docs: Docs | None, transport: Transport) -> str | None:
-    if target.framework == "jax" and transport.chosen:
-        return f"transport={transport.chosen}: in JAX the compiler moves the blocks; leave transport out"
+    if target.framework == "jax" and transport != Transport():
+        return f"transport={transport}: in JAX the compiler moves the blocks; leave transport out"
     if docs is not None and docs.length != alone.seq_len:
         return f"docs: document lengths add up to {docs.length}, and seq_len={alone.seq_len}; make them the same"
     if docs is not None and alone.keys.seq_len != alone.seq_len:

@@ -173,7 +173,7 @@ def test_a_plan_on_ranks_is_copied_with_its_axes_and_pickled_without():
         ({"spec": {}}, "spec is of type dict; pass AttentionSpec"),
         ({"mesh": 4}, "mesh=4 is of type int; make one with ringattn.init_mesh"),
         ({"mesh": jax.sharding.Mesh(jax.devices()[:1], ("ring",)), "transport": ra.Transport(hosts=2, by="group")},
-         "transport={'hosts': 2, 'by': 'group'}: in JAX the compiler moves the blocks"),
+         "hosts=2, together=None, groups=None, by='group', grads='auto'): in JAX the compiler moves the blocks"),
     ],
 )  # fmt: skip
 def test_what_no_plan_can_be_made_of_is_refused(given, says):

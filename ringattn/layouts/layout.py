@@ -51,8 +51,8 @@ def zigzag(layout: "Layout", ranks: int, rank: int) -> Shard:
 
 
 class Maker(NamedTuple):
-    """How a layout is made: the shard of one of so many ranks, of how many equal blocks of each piece it consists, and
-    whether it can lay out each document, or deals documents out by their work. JAX takes it if it does not.
+    """The shard of one of so many ranks, of how many equal blocks of each piece it consists, whether each document can
+    be laid out, and whether documents are dealt out by their work, which JAX does not take.
     """
 
     shard: Callable[["Layout", int, int], Shard]

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ringattn import kernels
 from ringattn.kernels.rates import key_of
@@ -16,6 +16,7 @@ from ringattn.plans.predict import Rates, predict
 from ringattn.plans.recipe import Recipe
 from ringattn.plans.sizes import Transport
 
+ALIKE, EVEN = 1.02, 1.03  # times over the fastest, and work over the mean, that make no difference
 # kernels that round gradients to 16 bits, so that they can travel as such
 LOW_PRECISION = {name for name, kernel in kernels.BY_NAME.items() if kernel.low_precision}
 
@@ -43,14 +44,13 @@ class Asked(NamedTuple):
         return self.alone.shape(ITEMS[self.dtype])
 
     def problem(self, plan: Plan, shape: Shape) -> kernels.Problem:
-        """The problem of a rank."""
         arch = self.machine.arch if plan.device == self.machine.device else ()
         return problem_of(plan, shape, self.spec, self.dtype, self.docs, arch)
 
 
 @lru_cache(maxsize=64)
 def compared(asked: Asked) -> tuple[Option, ...]:
-    """The candidates with what they take: those that fit in memory first, and of these the fastest."""
+    """The candidates that fit in memory first, of these the fastest; with documents, of equals what receives least."""
     shape, options = asked.shape, []
     assert shape is not None
     for plan in candidates(asked):
@@ -60,7 +60,14 @@ def compared(asked: Asked) -> tuple[Option, ...]:
         machine = asked.machine.replace(gpus=gpus)
         for way in routed(plan, asked, rates.low_precision):
             options.append(Option(way, kernel, predict(way, shape, asked.spec, asked.docs, machine, rates)))
-    return tuple(sorted(options, key=lambda x: (x.cost.memory > asked.machine.memory, x.cost.seconds)))
+    least = min(option.cost.seconds for option in options)
+
+    def order(option: Option) -> tuple[Any, ...]:
+        cost = option.cost
+        alike = asked.docs is not None and cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
+        return cost.memory > asked.machine.memory, not alike, cost.received if alike else cost.seconds
+
+    return tuple(sorted(options, key=order))
 
 
 def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[str, Rates]:

@@ -83,7 +83,6 @@ def shards(layout: Layout) -> list[Shard]:
 
 @lru_cache(maxsize=64)
 def ranges(layout: Layout) -> AllRanges:
-    """Those of all shards."""
     return all_ranges(shards(layout))
 
 

@@ -52,8 +52,7 @@ class Steps:
     readers: Row
     first: Row  # [phase]: its first step
     count: int
-    # functions of begin and end: what is computed at these steps, and its reads; blocks that come from other hosts for
-    # them; sums of gradients that go home as they begin
+    # of steps [begin, end): what is computed, and its reads; blocks from other hosts for them; sums that then go home
     met: Callable[[int, int], tuple[Cells, Transfers]]
     hops: Callable[[int, int], Transfers]
     homes: Callable[[int, int], Transfers]

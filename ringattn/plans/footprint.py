@@ -96,12 +96,10 @@ def ring_peak(each: Sizes, steps: Steps, kept: bool) -> float:
     share = some * np.where(local, 1 - halved, 1.0)  # the other half of local gradients is computed first
     # queries from the first to the last that sees any: in stripes and at home all, under a window or documents twice
     # as many as would see all of these keys
-    tokens, many = (
-        np.where(local, block, moved),
-        1 + (steps.ring.docs is not None or steps.ring.spec.window is not None),
-    )
+    tokens, ring = np.where(local, block, moved), steps.ring
+    many = 1 if ring.docs is None and ring.spec.window is None else 2
     rows = np.minimum(many * pairs / np.maximum(tokens, 1), each.queries)
-    rows = np.where((phase == 0) & local | (steps.ring.queries.shard(0)[0].step > 1), each.queries, rows) * share
+    rows = np.where((phase == 0) & local | (ring.queries.shard(0)[0].step > 1), each.queries, rows) * share
     tokens, made = tokens * share, each.exact if each.ours else 1.0
     keys = moved * each.kv * (not kept)
     keys = keys + np.roll(keys, -1, 1) * np.roll(same, -1)

@@ -153,8 +153,8 @@ def value_of(name: str, value: Any, kind: Any, where: str) -> Any:
         positive = kind is int or name in ("memory", "bandwidth") or where.endswith("[rates]")
         types, pair = (int,) if int in (kind, *get_args(kind)) else (int, float), bool(get_args(kind))
         numbers = value if pair and isinstance(value, list) else [value]
-        right = len(numbers) == 1 + pair and all(type(x) in types and 0 <= x < inf for x in numbers)
-        right = right and not (positive and 0 in numbers)
+        some = [type(x) in types and 0 <= x < inf and not (positive and x == 0) for x in numbers]
+        right = len(numbers) == 1 + pair and all(some)
         expected = f"{NUMBERS[kind]} {'above' if positive else 'from'} 0"
     if not right:
         raise ValueError(f"{where}: {name}={value!r}: expected {expected}")
@@ -170,7 +170,6 @@ def of_dict(given: dict[str, Any], where: str) -> Machine:
 
 
 def of_text(text: str) -> Machine:
-    """The machine with this text."""
     return of_dict({name: value for name, value in loads(text).items() if value not in ("", [])}, "text")
 
 

@@ -81,7 +81,6 @@ def bands_of(mask: Mask) -> Bands:
 
 @lru_cache(maxsize=32)
 def reads_of(mask: Mask) -> Reads:
-    """Which rank reads what of whose keys; the same on every rank."""
     return seen(bands_of(mask), shards(mask.plan.tokens), shards(mask.plan.keys.tokens))
 
 

@@ -276,8 +276,6 @@ class Plan(Value):
         key_len = None if self.keys is self else self.key_len
         return self.replace(seq_len=docs.length, key_len=key_len, docs=docs.first or docs)
 
-    # The functions that need a framework are in ringattn.torch and ringattn.jax, under the same names.
-
     def shard(self, x: Any, dim: int = 1, *, compare: bool = True) -> Any:
         """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if necessary.
 

@@ -1,7 +1,7 @@
 """The segments of the sequence that ranks hold, the order in which a state passes them, and how it travels.
 
-Plain Python, the same for all frameworks. In the balanced layout maps of segments go to the ranks that continue their
-documents. Where segments are equally long, the fastest of three ways is used, by predicted time:
+In the balanced layout maps of segments go to the ranks that continue their documents. Where segments are equally long,
+the fastest of three ways is used, by predicted time:
 
     gather     every rank gets every segment's map of the state, and composes those before its own
     ring       the state travels from rank to rank, and each carries it across its own segment

@@ -47,9 +47,7 @@ def speeds(slow: str, ring: int, ulysses: int, gpus: int) -> np.ndarray:
 
 
 class Played:
-    """A plan's ranks on a machine: how fast each is, what links still carry, when all are done, in seconds, and of the
-    ranks that are `watched`, by number, what each step did when.
-    """
+    """A plan's ranks on a machine: what links still carry, when all are done, and each step of those `watched`."""
 
     def __init__(self, plan: Plan, machine: Machine, slow: str, watched: Sequence[int]):
         self.plan, self.machine, self.ranks = plan, machine, plan.ring * plan.ulysses

@@ -5,18 +5,17 @@ from typing import Any
 from ringattn.comms.axis import TRANSPORTS
 from ringattn.masks.numeric import LONGEST
 from ringattn.masks.spec import whole
-from ringattn.masks.values import Value, fields
+from ringattn.masks.values import Value
 from ringattn.plans.cost import heads_of_group, may_group
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ROUTES = ("direct", "relay", "levels")
 GRADS = ("input", "float32")
-NEEDED = ("seq_len", "ring", "ulysses")  # the other sizes may be None
 
 
 def size_of(name: str, value: Any) -> Any:
     """The size as an int, also from numpy's ints; None where that means to choose."""
-    if value is None and name not in NEEDED:
+    if value is None and name not in ("seq_len", "ring", "ulysses"):
         return None
     size = whole(value)
     if size is None or not 1 <= size <= LONGEST:
@@ -94,8 +93,3 @@ class Transport(Value):
         for name, choices in named.items():
             if getattr(self, name) not in ("auto", *choices):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of auto, {', '.join(choices)}")
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """The choices that are given, by name."""
-        return {name: getattr(self, name) for name, f in fields(self).items() if getattr(self, name) != f.default}

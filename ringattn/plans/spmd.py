@@ -89,10 +89,6 @@ class SharedRecipe(Recipe):
         return None
 
     @cached_property
-    def route(self) -> Route:
-        return route_of(self.mask)
-
-    @cached_property
     def chosen(self) -> tuple[Kernel, Problem]:
         """The kernel of both passes, and the problem that it serves."""
         return self.selected(self.rectangles), self.problem(self.rectangles)

@@ -1,8 +1,7 @@
 """One rank's part in a table: its steps, what it receives and sends for each, and where that lies in its memory.
 
-Block j holds the tokens of ring rank j. A rank holds one block for a phase, first its own. The first step of a phase is
-with the block that it holds; in each later one it receives what it sees of other blocks from ranks of its host, and
-sends what they see of the block that it holds.
+A rank holds one block for a phase, first its own. The first step of a phase is with that block; in each later one it
+receives what it sees of other blocks from ranks of its host, and sends what they see of the block that it holds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -77,10 +77,7 @@ class Table:
 
     @cached_property
     def sends(self) -> dict[tuple[int, int], dict[int, Ranges]]:
-        """[step, source]: what a rank sends within its host for a step, by destination, of the block that it holds.
-
-        Those to the nearest ranks come first.
-        """
+        """[step, source]: what a rank sends within its host for a step, by destination, to the nearest ranks first."""
         rows, sends = self.reads, defaultdict[tuple[int, int], dict[int, Ranges]](dict)
         order = np.lexsort(((rows.destination - rows.source) % self.ring, rows.source, rows.needed_at))
         columns = rows.needed_at, rows.source, rows.destination, rows.begin, rows.end

@@ -16,7 +16,7 @@ from ringattn.jax.attention.steps import Score, Visible
 from ringattn.kernels.arrays import in_sums, sum_of
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.varying import axes_of, vary
-from ringattn.plans.spmd import Flight, Rotation, SharedRecipe
+from ringattn.plans.spmd import Flight, Rotation, SharedRecipe, route_of
 
 Pair = tuple[Array, Array]
 
@@ -35,7 +35,7 @@ def ring_forward(
             return arriving, part
         return lax.optimization_barrier((arriving, part))
 
-    runs = recipe.route.forward
+    runs = route_of(recipe.mask).forward
     if recipe.rectangles:  # the first step is in no loop: it has other rectangles, and nothing to merge with
         (flight, (local, *others)), *rest = runs
         runs = [(flight, [local]), *([(flight, others)] if others else []), *rest]
@@ -52,7 +52,7 @@ def ring_backward(
     The work on local keys has two halves: dq while the keys start to travel, (dk, dv) while the others' return. A
     kernel without halves runs while they return, which takes longer, since gradients are float32.
     """
-    axis, route = recipe.plan.ring_axis, recipe.route
+    axis, route = recipe.plan.ring_axis, route_of(recipe.mask)
 
     def step(flight: Flight, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
         keys, dq, grads = carry  # the first of these steps adds to zero, or to the dq of local keys
