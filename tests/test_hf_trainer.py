@@ -54,7 +54,8 @@ def right(result) -> dict:
 def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int, options: dict) -> list[float]:
     """One rank: losses, norms of gradients and metrics of transformers' Trainer, over data x context-parallel ranks.
 
-    `way` is "plain" (Trainer's own), "prepared" (the model is, and DDP averages) or "accelerate" (FSDP2).
+    `way` is "plain" (Trainer's own), "prepared" (the model is, and DDP averages), "accelerate" (FSDP2) or "config" (a
+    ParallelismConfig on CPUs, which the mixin takes).
     """
     import torch.distributed as dist
     import transformers
@@ -91,6 +92,8 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
         wrap = {"version": 2, "transformer_layer_cls_to_wrap": [f"{kind}DecoderLayer"]}
         sharded = ParallelismConfig(dp_shard_size=data, cp_size=ring)
         more |= {"fsdp": True, "fsdp_config": wrap, "parallelism_config": sharded}
+    elif way == "config":
+        more["parallelism_config"] = ParallelismConfig(dp_shard_size=data, cp_size=ring)
     elif way == "prepared":
         mesh = ra.init_mesh(data=data, sequence=ring)
         model = hf.prepare(model, mesh, over=("data",))
@@ -119,6 +122,7 @@ TRAINED = {  # the model, steps, options, and ways over data x context-parallel 
     "packed": ("Mistral", 5, {}, ("accelerate",), (2, 2)),
     "adapters": ("Llama", 6, {"lora": True, "activation_checkpointing": True}, ("accelerate",), (2, 2)),
     "compiled": ("Llama", 2, COMPILED, ("accelerate",), (1, 2)),
+    "cpus": ("Llama", 3, {}, ("config",), (2, 2)),
 }
 
 
@@ -168,6 +172,8 @@ def test_what_over_ranks_cannot_do_is_refused() -> None:
 
     with pytest.raises(ValueError, match="this SimpleNamespace has no context parallelism; make it with"):
         hf.over_ranks(SimpleNamespace(parallelism_config=None))
+    with pytest.raises(ValueError, match="ulysses=3: choose a whole number that divides cp_size=4"):
+        hf.over_ranks(SimpleNamespace(parallelism_config=SimpleNamespace(cp_size=4)), ulysses=3)
 
 
 def examples(n: int = 7) -> list[dict]:

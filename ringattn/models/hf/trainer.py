@@ -27,27 +27,34 @@ DATA = ("dp_replicate", "dp_shard")  # accelerate's names of the axes of a mesh
 CONTEXT = "cp"
 
 
-def over_ranks(accelerator: A, *, seq_len: int | None = None, strategy: str = "auto", layout: str = "auto") -> A:
+def over_ranks(
+    accelerator: A, *, seq_len: int | None = None, ulysses: int | None = None, strategy: str = "auto",
+    layout: str = "auto",
+) -> A:  # fmt: skip
     """The same accelerator, whose `prepare` also calls `hf.prepare`, over its context-parallel ranks.
 
     Make it with ParallelismConfig(cp_size=N). Models take whole sequences, their loss is the mean over all ranks of the
     mesh, and gradients are right after DDP or FSDP averages them. Batches are whole also inside of
     `maybe_context_parallel`, which does nothing. The plan is chosen by predicted time, for `seq_len` tokens or the
-    length of the first batch, as far as `strategy` and `layout` leave a choice; they are those of `ringattn.plan`.
+    length of the first batch, as far as `ulysses` (how many of the ranks are Ulysses ranks), `strategy` and `layout`
+    leave a choice; they are those of `ringattn.plan`.
     """
-    if getattr(getattr(accelerator, "parallelism_config", None), "cp_size", 1) < 2:
+    size = getattr(getattr(accelerator, "parallelism_config", None), "cp_size", 1)
+    if size < 2:
         raise ValueError(
             f"this {type(accelerator).__name__} has no context parallelism; make it with "
             "Accelerator(parallelism_config=ParallelismConfig(cp_size=N), fsdp_plugin=...). accelerate refuses that on "
             "CPUs and without FSDP2; there, leave it out, and call "
             "hf.prepare(model, ringattn.init_mesh(sequence=N), averaged=True)"
         )
+    if ulysses is not None and (not isinstance(ulysses, int) or ulysses < 1 or size % ulysses):
+        raise ValueError(f"ulysses={ulysses!r}: choose a whole number that divides cp_size={size}")
 
     def prepare_models(*args: Any) -> tuple[Any, ...]:
         """What `Accelerator.prepare` calls before it wraps models in FSDP or DDP."""
         for arg in args:
             if isinstance(arg, nn.Module):
-                prepare_for(accelerator, arg, seq_len=seq_len, strategy=strategy, layout=layout)
+                prepare_for(accelerator, arg, ulysses, seq_len=seq_len, strategy=strategy, layout=layout)
         return args
 
     accelerator._prepare_cp = prepare_models  # type: ignore[attr-defined]
@@ -55,7 +62,7 @@ def over_ranks(accelerator: A, *, seq_len: int | None = None, strategy: str = "a
     return accelerator
 
 
-def prepare_for(accelerator: Any, model: nn.Module, **choices: Any) -> None:
+def prepare_for(accelerator: Any, model: nn.Module, ulysses: int | None = None, **choices: Any) -> None:
     """`hf.prepare` over the ranks of the accelerator's mesh, unless the model is prepared for as many."""
     mesh = accelerator.torch_device_mesh
     size = meshes.axis_size(mesh, CONTEXT)
@@ -68,15 +75,19 @@ def prepare_for(accelerator: Any, model: nn.Module, **choices: Any) -> None:
             )
         return
     over = [meshes.axis(mesh, name) for name in DATA if meshes.axis_size(mesh, name) > 1]
-    hf_model.prepare(model, Choice(mesh, {"sequence": CONTEXT}, **choices), over=over, averaged=True)
+    axes: Any = {"sequence": CONTEXT}
+    if ulysses is not None:
+        mesh, axes = meshes.split(mesh, CONTEXT, {"ring": size // ulysses, "ulysses": ulysses}), None
+    hf_model.prepare(model, Choice(mesh, axes, **choices), over=over, averaged=True)
 
 
 class OverRanks(hf_trl.Answers):
     """Has transformers' Trainer train over ranks: `class LongTrainer(hf.OverRanks, Trainer): ...`.
 
-    Give it a model and TrainingArguments(parallelism_config=ParallelismConfig(cp_size=N)), or a prepared model. Ranks
-    of one plan get the same examples, and those of a data axis (`prepare(..., over=("data",))`) different ones.
-    Gradients, which DDP and FSDP average over all ranks, come out as sums of the ranks' shares.
+    Give it a model and TrainingArguments(parallelism_config=ParallelismConfig(cp_size=N)), or a prepared model. On
+    CPUs, for which accelerate has no ParallelismConfig, each rank has all weights, as with DDP. Ranks of one plan get
+    the same examples, and those of a data axis (`prepare(..., over=("data",))`) different ones. Gradients,
+    which DDP and FSDP average over all ranks, come out as sums of the ranks' shares.
     """
 
     args: Any
@@ -86,6 +97,7 @@ class OverRanks(hf_trl.Answers):
     model_accepts_loss_kwargs: bool
 
     def __init__(self, *args: Any, **kwargs: Any):
+        self.mesh: Any = None  # where accelerate has none: on CPUs
         self.packing: dict[str, Any] = {}  # arguments of TRL that its constructor refuses, to be put back after it
         super().__init__(*args, **kwargs)
         vars(self.args).update(self.packing)
@@ -97,6 +109,11 @@ class OverRanks(hf_trl.Answers):
         self.check_answers()
 
     def create_accelerator_and_postprocess(self) -> None:
+        config = getattr(self.args, "parallelism_config", None)
+        if getattr(config, "cp_size", 1) > 1 and self.args.distributed_state.distributed_type == "MULTI_CPU":
+            data = config.dp_replicate_size * config.dp_shard_size
+            self.mesh = meshes.init_mesh(data=data, sequence=config.cp_size, device_type="cpu")
+            self.args.parallelism_config = None  # which accelerate refuses there
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.by_accelerate:
             over_ranks(self.accelerator)
@@ -121,6 +138,8 @@ class OverRanks(hf_trl.Answers):
         """Prepare the model for accelerate's mesh, or a reference model as the trained one is prepared."""
         if self.by_accelerate:
             prepare_for(self.accelerator, model)
+        elif self.mesh is not None and not hasattr(hf_model.inner(model), "ringattn"):
+            hf_model.prepare(model, self.mesh, over=("data",))
         elif not hasattr(self.model, "ringattn"):
             raise ValueError(
                 "the model is not prepared: give the trainer hf.prepare(model, plan), or "
