@@ -132,7 +132,7 @@ def test_what_generate_cannot_do_is_refused():
 
 def test_token_ids_that_go_into_a_cache_are_compared_between_ranks_and_embeddings_are_taken():
     plain = talkative("Llama")
-    copies, embedded = [deepcopy(plain) for _ in range(2)], plain.get_input_embeddings()(batch()).detach()
+    copies, embedded = [deepcopy(plain) for _ in range(4)], plain.get_input_embeddings()(batch()).detach()
     expected = plain(batch(), use_cache=False).logits
 
     def one_rank(mesh):
@@ -142,5 +142,8 @@ def test_token_ids_that_go_into_a_cache_are_compared_between_ranks_and_embedding
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
         with pytest.raises(ValueError, match="differ"):
             model(batch().roll(mesh.rank), past_key_values=hf.RanksCache(plan, T))
+        model = hf.prepare(copies[2 + mesh.rank], plan, compare=False)
+        model(batch().roll(mesh.rank), past_key_values=hf.RanksCache(plan, T))
+        model(batch().roll(mesh.rank), labels=batch().roll(mesh.rank))
 
     run(one_rank, ring=2)

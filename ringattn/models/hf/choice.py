@@ -64,6 +64,7 @@ class Spread(Value):
     counted: bool = False  # whether the model counts real tokens where padding comes first
     linear: bool = False  # whether it has layers of linear attention
     averaged: bool = False  # whether gradients are averaged over ranks afterwards, instead of summed
+    compare: bool = True  # whether ranks compare what they are given
     plans: dict[int, Plan] = field(default_factory=dict)  # by length, the first one first
 
     @property

@@ -56,7 +56,7 @@ def forward(
     given, later = local_inputs(self, x, attention_mask, position_ids, following, kwargs)
     batch: Dealt = self.ringattn_last
     mask = None if head else attention_mask  # TRL's labels ignore padding
-    asked = wanted(targets_of(labels, shift_labels, mask, docs), batch)
+    asked = wanted(targets_of(labels, shift_labels, mask, docs), batch, self.ringattn.compare)
     with hf_vision.cutting(self, later):
         if head:
             return hf_trl.log_probs(self, given, asked, shift_labels is not None, num_items_in_batch)
@@ -123,7 +123,8 @@ def local_inputs(
     if labeled:
         refuse_other_loss(self)
     media = hf_vision.media_of(self, kwargs)
-    hf_vision.compare(plan, {**media, "input_ids": x.get("input_ids")})
+    if self.ringattn.compare:
+        hf_vision.compare(plan, {**media, "input_ids": x.get("input_ids")})
     default = torch.arange(T, device=next(iter(x.values())).device)[None]
     positions = position_ids
     if docs is not None and media:

@@ -100,7 +100,7 @@ def with_cache(
     name, tokens = next(iter(x.items()))
     B, n = tokens.shape[:2]
     spread, plan = self.ringattn, cache.plan
-    if name == "input_ids":
+    if spread.compare and name == "input_ids":
         note(tokens, plan)
     padding = padding_of(attention_mask, cache, B, n)
     if any(layer.room() < n for layer in cache.layers.values()):
@@ -169,7 +169,7 @@ class Chunk:
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of x, whose dims before `dim` and at it are rows and tokens."""
-        mine: Tensor = self.plan.shard(x[(slice(None),) * (dim - 1) + (self.rows, self.at)], dim)
+        mine: Tensor = self.plan.shard(x[(slice(None),) * (dim - 1) + (self.rows, self.at)], dim, compare=False)
         return mine
 
     def join(self, logits: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ def prepare(
     axes: Mapping[str, Any] | None = None,
     seq_len: int | None = None,
     over: Sequence[Any] = (),
+    compare: bool = True,
     averaged: bool = False,
 ) -> nn.Module:
     """The same model, whose `forward` takes whole sequences and computes this rank's tokens.
@@ -46,7 +47,7 @@ def prepare(
     `over` are further axes to average over (a data axis), or their names in the mesh. Within peft's adapters or
     torch.compile, the inner model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of
     its config, and stays prepared. Token ids and labels are compared between the ranks of the plan, at first and then
-    now and then.
+    now and then, unless `compare` is False.
     """
     bare = inner(model)
     source = source_of(plan, axes, seq_len)
@@ -66,7 +67,7 @@ def prepare(
     for layer in linear:
         vars(layer)["forward"] = hf_linear.spread(layer)
     vars(bare).update(
-        ringattn=Spread(source, over, is_counted(bare), bool(linear), averaged),
+        ringattn=Spread(source, over, is_counted(bare), bool(linear), averaged, compare),
         ringattn_last=None,  # the latest batch, a Dealt
         ringattn_fused=None,  # the forward that TRL put around this one
         ringattn_stretched=rotaries,

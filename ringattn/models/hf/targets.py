@@ -40,13 +40,13 @@ class Wanted(NamedTuple):
 
 
 @torch.compiler.disable
-def wanted(targets: list[Tensor], batch: Dealt) -> Wanted | None:
+def wanted(targets: list[Tensor], batch: Dealt, compare: bool) -> Wanted | None:
     """This rank's part of the targets [B, T], as the batch is dealt out; None if there are none."""
     if not targets:
         return None
     labels, *more = map(batch.row, targets)
     others = local_labels(torch.stack(more), batch.plan, dim=2, compare=False) if more else None
-    return Wanted(local_labels(labels, batch.plan), others)
+    return Wanted(local_labels(labels, batch.plan, compare=compare), others)
 
 
 @torch.compiler.disable
