@@ -1,7 +1,5 @@
 """`ringattn.compat.yunchang`: its modules equal dense float64 attention, gradients too, in its users' layouts."""
 
-from inspect import signature
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,9 +127,6 @@ def test_over_process_groups():
 
 
 def test_arguments_by_position_and_what_is_refused():
-    assert list(signature(compat.set_seq_parallel_pg).parameters) == [
-        "sp_ulysses_degree", "sp_ring_degree", "rank", "world_size", "use_ulysses_low",
-    ]  # fmt: skip
     q = torch.randn(1, 16, 4, 8)
 
     def one_rank(mesh):
