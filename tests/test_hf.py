@@ -279,9 +279,8 @@ def t5():
         (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
         (lambda: pooled(), "LlamaForSequenceClassification predicts from one token"),
         (t5, "T5ForConditionalGeneration is an encoder-decoder"),
-        (lambda: small("roberta", is_decoder=True), "RobertaForCausalLM numbers positions by a rule of its own"),
     ],
-    ids=["dropout", "linear", "pooled", "t5", "roberta"],
+    ids=["dropout", "linear", "pooled", "t5"],
 )
 def test_what_is_not_supported_is_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
@@ -325,6 +324,21 @@ def test_what_a_model_asks_of_its_attention_is_never_dropped():
     assert attend(torch.nn.Identity(), q, q, q, None, **given)[0].shape == (1, 5, 4, 8)
     with pytest.raises(ValueError, match="Identity passes indices, position_bias to its attention, which is not supp"):
         attend(torch.nn.Identity(), q, q, q, None, **given, position_bias=q, indices=q, alibi=None)
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_positions_by_a_rule_of_the_model(embedded):
+    """RoBERTa counts from padding_idx + 1 on, and skips padding."""
+    model, tokens = small("roberta", is_decoder=True).eval(), 3 + batch() % 40
+    mask = torch.ones_like(tokens)
+    if not embedded:
+        mask[1, 20:] = 0
+        tokens[1, 20:] = model.config.pad_token_id
+    given = {"inputs_embeds": model.get_input_embeddings()(tokens).detach()} if embedded else {"input_ids": tokens}
+    given["attention_mask"] = mask
+    expected = model(**given, use_cache=False).logits
+    for logits in on_each(model, lambda mine: hf.whole(mine, mine(**given).logits.detach()), T, {"ring": 2}):
+        torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("keep", [1, 9, torch.tensor([30, 2, -1, 2])], ids=["last", "nine", "positions"])

@@ -39,6 +39,7 @@ CASES = {
     "windows": ("Gemma2", {"ring": 2, "ulysses": 2}, False, {}),
     "sinks": ("GptOss", {"ring": 2}, True, {}),
     "learned positions": ("OPT", {"ring": 2}, True, {}),
+    "beams": ("Llama", {"ring": 2}, True, {"num_beams": 3, "num_return_sequences": 2}),
     "no cache": ("Llama", {"ring": 2}, True, {"use_cache": False, "max_new_tokens": 8}),
     "a prompt in chunks": ("Mistral", {"ulysses": 2}, False, {"prefill_chunk_size": 17}),
     "padding longer than a chunk": ("Llama", {"ring": 2}, True, {"prefill_chunk_size": 5}),
@@ -48,7 +49,7 @@ CASES = {
     "states": ("Qwen3Next", {"ring": 2, "ulysses": 2}, False, {}),
     "states behind padding": ("Bamba", {"ring": 2}, True, {"max_new_tokens": 8}),
     "states in chunks": ("Qwen3_5", {"ulysses": 2}, False, {"prefill_chunk_size": 17}),
-    "states behind a convolution of three": ("KimiLinear", {"ring": 2}, True, {"max_new_tokens": 4}),
+    "states of beams": ("KimiLinear", {"ring": 2}, True, {"num_beams": 3, "num_return_sequences": 2}),
 }
 
 
@@ -117,7 +118,6 @@ def test_what_generate_cannot_do_is_refused():
     for given, message in (
         ({"cache_implementation": "static"}, "cache_implementation='static': a prepared model has caches over ranks"),
         ({"prompt_lookup_num_tokens": 2}, "assisted_generation is not supported over ranks; supported are greedy"),
-        ({"num_beams": 2}, "beam_search is not supported over ranks"),
         ({"past_key_values": transformers.DynamicCache()}, "is of type DynamicCache: a prepared model takes the cache"),
         ({"attention_mask": 0 * mask[:1]}, "attention_mask has a row of padding only"),
         ({"attention_mask": holes[:1]}, "attention_mask has padding behind real tokens"),

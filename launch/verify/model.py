@@ -24,6 +24,7 @@ from ringattn.comms.mesh import init_mesh
 from ringattn.launch.rows import Row, table
 from ringattn.models.batch import IGNORED
 from ringattn.models.hf import model as hf_model
+from ringattn.models.hf.packed import numbered, numbering_of
 from ringattn.models.hf.refusals import refuse_model
 
 EPSILON = 5e-6
@@ -106,7 +107,8 @@ def draw(options: Any, model: Any) -> list[Tensor]:
     """Documents [1, n] of random lengths and tokens, but for padding's, by the seed."""
     config = model.config.get_text_config()
     padding = config.vocab_size if config.pad_token_id is None else config.pad_token_id
-    most = getattr(config, "max_position_embeddings", None) or DEFAULT_TOKENS
+    first = int(numbers(model, torch.ones(1, 1, dtype=torch.long) + (config.pad_token_id or 0)))
+    most = (getattr(config, "max_position_embeddings", None) or DEFAULT_TOKENS) - first
     T = min(DEFAULT_TOKENS, most) if options.tokens is None else options.tokens
     if most < T:
         raise ValueError(f"tokens={T}: the model has positions for {most}; give tokens={most} or fewer")
@@ -117,6 +119,12 @@ def draw(options: Any, model: Any) -> list[Tensor]:
     tokens += tokens >= padding
     ends = torch.randperm(T - 1, generator=g)[: max(0, options.docs - 1)] + 1
     return list(tokens.to(options.device).tensor_split(ends.sort().values, 1))
+
+
+def numbers(model: Any, document: Tensor) -> Tensor:
+    """The positions that the model gives to the tokens of a document."""
+    by_rule = numbered(numbering_of(model), {"input_ids": document})
+    return torch.arange(document.shape[1], device=document.device)[None] if by_rule is None else by_rule
 
 
 def labels_of(documents: list[Tensor]) -> Tensor:
@@ -152,7 +160,7 @@ def one_rank(mesh: Any, model: Any, documents: list[Tensor]) -> Results:
     tokens, positions = torch.cat(documents, 1), None
     plan = choosing.plan(mesh, seq_len=tokens.shape[1])
     if len(documents) > 1:
-        positions = torch.cat([torch.arange(x.shape[1], device=x.device) for x in documents])[None]
+        positions = torch.cat([numbers(model, document) for document in documents], 1)
     call = hf_model.prepare(model, plan)
     output = call(tokens, labels=labels_of(documents), position_ids=positions, output_hidden_states=True)
     output.loss.backward()

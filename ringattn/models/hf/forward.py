@@ -127,10 +127,11 @@ def local_inputs(
         hf_vision.compare(plan, {**media, "input_ids": x.get("input_ids")})
     default = torch.arange(T, device=next(iter(x.values())).device)[None]
     positions = position_ids
-    if docs is not None and media:
-        raise ValueError(f"docs in a call of {type(self).__name__} with images are not supported")
+    if docs is not None and (media or self.ringattn_numbering is not None):
+        name = type(self).__name__
+        raise ValueError(f"docs in a call of {name} with images, or with positions of its own, are not supported")
     if positions is None and not media:
-        positions = counted(self, attention_mask) if docs is None else places(docs, default)
+        positions = counted(self, x, attention_mask) if docs is None else places(docs, default)
     batch = Dealt(plan, where, None, (B, T))
     if labeled and not media:
         batch = dealt_out(self, batch, attention_mask)

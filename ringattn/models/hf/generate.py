@@ -27,7 +27,7 @@ from ringattn.serving import KVCache
 from ringattn.torch.agree import note
 
 LOCAL_TOKENS = 16  # at most so many new tokens are not spread over ranks
-LOOPS = ("greedy_search", "sample")  # of transformers, whose caches only grow
+LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample")  # of transformers, whose caches only grow
 
 
 class RanksCache:
@@ -81,6 +81,13 @@ class RanksCache:
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on from row beam_idx[i]."""
+        for cache in self.layers.values():
+            cache.select(beam_idx)
+        for rows in (self.states, self.tails):
+            rows.update({layer: x[beam_idx.to(x.device)] for layer, x in rows.items()})
 
 
 def with_cache(

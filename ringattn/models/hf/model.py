@@ -16,7 +16,7 @@ from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import NAME, register, stretched, with_last
 from ringattn.models.hf.choice import Spread, axes_of, inner, source_of
 from ringattn.models.hf.forward import forward_of
-from ringattn.models.hf.packed import is_counted
+from ringattn.models.hf.packed import is_counted, numbering_of
 from ringattn.models.hf.refusals import refuse
 from ringattn.plans.plan import Plan
 
@@ -71,6 +71,7 @@ def prepare(
         ringattn_last=None,  # the latest batch, a Dealt
         ringattn_fused=None,  # the forward that TRL put around this one
         ringattn_stretched=rotaries,
+        ringattn_numbering=numbering_of(bare),
         local_forward=bare.forward,
         forward=MethodType(forward_of(type(bare)), bare),
         generate=MethodType(hf_generate.generate, bare),

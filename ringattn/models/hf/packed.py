@@ -14,6 +14,7 @@ from ringattn.masks.spec import Docs
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # beside position_ids, from DataCollatorWithFlattening
 UNUSED = ("max_length_q", "max_length_k")  # the others contain it already
+RULE = "create_position_ids_from_"  # and input_ids or inputs_embeds
 
 
 def documents(
@@ -113,11 +114,25 @@ def packing(B: int, T: int, more: dict[str, Any]) -> np.ndarray:
     return cuts
 
 
-def counted(model: Any, attention_mask: Tensor | None) -> Tensor | None:
+def counted(model: Any, x: dict[str, Tensor], attention_mask: Tensor | None) -> Tensor | None:
     """The positions that a model gives whole sequences, if that is not one after the other."""
-    if not model.ringattn.counted or attention_mask is None:
+    if model.ringattn.counted and attention_mask is not None:
+        return (attention_mask.cumsum(1) * attention_mask).long() - 1
+    return numbered(model.ringattn_numbering, x)
+
+
+def numbered(embeddings: Any, x: dict[str, Tensor]) -> Tensor | None:
+    """The positions of whole sequences by the rule of these embeddings, if there is one."""
+    if embeddings is None:
         return None
-    return (attention_mask.cumsum(1) * attention_mask).long() - 1
+    name = "inputs_embeds" if "inputs_embeds" in x else "input_ids"
+    positions: Tensor = getattr(embeddings, f"{RULE}{name}")(x[name], embeddings.padding_idx)
+    return positions
+
+
+def numbering_of(model: nn.Module) -> nn.Module | None:
+    """The embeddings that give whole sequences positions by a rule of their own, as RoBERTa's do, if there are any."""
+    return next((m for m in model.modules() if hasattr(m, f"{RULE}input_ids")), None)
 
 
 def is_counted(model: nn.Module) -> bool:

@@ -54,8 +54,6 @@ def refuse_model(model: nn.Module, name: str) -> None:
     supported: Any = linear or spread._supports_attention_backend or uses_interface(model)  # the call checks the rest
     if not (type(spread)._can_set_attn_implementation() and supported):
         raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
-    if any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules()):
-        raise ValueError(f"{name} numbers positions by a rule of its own, as RoBERTa does, which is not supported")
     if any(kind in name for kind in POOLED):
         raise ValueError(f"{name} predicts from one token, which only one rank holds, and is not supported")
     supported_types = {*LAYERS, *POINTWISE, *(getattr(layer, "layer_type", LINEAR) for layer in linear)}

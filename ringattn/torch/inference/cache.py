@@ -188,6 +188,13 @@ class KVCache(serving.KVCache):
         ends = [fork.start.reshape(len(self.start), -1)[:, 0] for fork in self.forks]
         return np.max([np.zeros_like(self.start), *ends], axis=0)
 
+    def select(self, rows: Tensor) -> None:
+        """Row i goes on from row rows[i], as beams do; without forks."""
+        at = rows.to(self.k.device)
+        self.k.copy_(self.k[at])
+        self.v.copy_(self.v[at])
+        self.lengths = self.lengths[rows.numpy(force=True)]
+
     def way(self, plan: Plan, heads: int) -> str:
         """What will travel when a chunk under `plan` attends to this cache: "queries" or "keys"."""
         cached = int(self.lengths.max()) + plan.seq_len
