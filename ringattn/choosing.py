@@ -16,7 +16,7 @@ from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 from ringattn.plans.candidates import Asked, compared, factored, first
 from ringattn.plans.explain import Option, data_of, kernel_report, sentence, table, ways_report
 from ringattn.plans.machine import Machine, chip_here, load, of_device
-from ringattn.plans.plan import Plan, Report
+from ringattn.plans.plan import Plan
 from ringattn.plans.ranks import Ranks, one_rank
 from ringattn.plans.sizes import Transport, dtype_name
 
@@ -177,7 +177,7 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
     return Target(device, [(ring, ulysses)], lambda *sizes: bound, framework, gpus, chip=chip)
 
 
-def report_of(best: Plan, options: Sequence[Option], asked: Asked, notes: Sequence[str]) -> Report:
+def report_of(best: Plan, options: Sequence[Option], asked: Asked, notes: Sequence[str]) -> tuple[Any, ...]:
     """What `explain` shows of this choice: lines, and plain values."""
     machine, gpus = asked.machine, asked.gpus or asked.machine.gpus
     lines = [*ways_report(best, asked.shape), *notes]

@@ -156,8 +156,7 @@ class Deal:
             return max(more - x.moved + x.lost[0], less + x.moved + x.lost[1])
 
         now, room = more + lost[high], MOST_WORK * self.work - less
-        want = min((now - less - lost[low]) / 2, room)
-        fitting = (x for x in self.trades(high, low, want, 0.02 * want, ranges) if x.moved <= room)
+        fitting = (x for x in self.trades(high, low, room, 0.02 * room, ranges) if x.moved <= room)
         trade = min(fitting, key=slower, default=None)
         return None if trade is None or slower(trade) >= 0.998 * now else trade
 
@@ -174,8 +173,7 @@ class Deal:
                     at, stop = give[1] - n, take[0] + n
                     start = self.starts[self.document(at)]
                     keys = max(0, at - reach.get(start, start))
-                    off = abs(moved - want) + PAIRS_PER_KEY * keys
-                    found.append((off, moved, at, stop, give, take))
+                    found.append((keys, moved, at, stop, give, take))
         for _, moved, at, stop, give, take in sorted(found)[:TRIED]:
             highs = without(self.ranges[high], give, (give[0], at), (take[0], stop))
             lows = without(self.ranges[low], take, (stop, take[1]), (at, give[1]))
@@ -246,9 +244,7 @@ def joined(ranges: Sequence[range]) -> tuple[range, ...]:
 
 
 def deal(starts: np.ndarray, total: int, ranks: int, work: Work) -> list[tuple[range, ...]]:
-    """[rank]: the tokens of each rank, total / ranks each, of documents that begin at `starts`, whose last is the end
-    of the last document; `total` counts the padding after it too.
-    """
+    """[rank]: its tokens, total / ranks each, of documents that begin at `starts` (last: their end), and of padding."""
     made = Deal(starts, total, ranks, work)
     made.run()
     return [joined([range(*tokens) for tokens in sorted(ranges)]) for ranges in made.ranges]

@@ -56,8 +56,8 @@ def seen_pairs(
     sign, rise = np.repeat([1, -1], len(at)), np.concatenate([run.rise, run.lean]) > 0
     table = ranges(key_layout)
     table = table._replace(stops=np.append(table.stops[:-1], table.stops[-1] + 1))  # the position after all keys too
-    every: Any
-    lengths: Any
+    every: Any = 0
+    lengths: Any = table.stops - table.starts
     later = count * (count - 1) // 2
     if (step := table.steps[0]) > 1:  # of stripes, a piece is the next token of a shard in each lap of all shards
         whole, of_shard = np.divmod(first, step)
@@ -65,9 +65,8 @@ def seen_pairs(
         number, keys, lengths = sign * count, 0 * count, 1
     else:
         at, of_shard, low, high = overlaps(table, first, first + np.where(rise, count, 1))
-        n, times, row, every = high - low + 1, (sign * np.where(rise, 1, count))[at], row[at], 0
+        n, times, row = high - low + 1, (sign * np.where(rise, 1, count))[at], row[at]
         number, keys = times * n, times * (n * (low - table.starts[of_shard]) + n * (n - 1) // 2)
-        lengths = table.stops - table.starts
     within = np.bincount(row * len(table.starts) + of_shard, number, rows * len(table.starts)).reshape(rows, -1)
     below = lengths * (within.sum(1, keepdims=True) - within.cumsum(1))  # whole pieces
     order, number = np.argsort(table.owners, kind="stable"), np.bincount(table.owners)

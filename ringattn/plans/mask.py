@@ -75,7 +75,6 @@ def among_all(spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None) -> 
 
 
 def bands_of(mask: Mask) -> Bands:
-    """All bands of all families and rows."""
     return all_bands(mask.among or mask.spec, *mask.arguments)
 
 

@@ -5,7 +5,7 @@ same devices.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import field, replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -25,7 +25,6 @@ MAX_GROUPS = 4
 MESSAGES_A_GROUP, WORK_A_GROUP = 12, 0.0052  # the cost of one more: latencies, part of attention's time (2 H200s)
 MAX_PLANS = 256  # of whose calls it is known that all ranks agreed on them
 LARGEST_POSITION = 2**31 - 1  # JAX's positions are int32
-Report = tuple[Sequence[str], Mapping[str, Any]]  # what a plan says about its choice, as lines and as plain values
 
 
 class Plan(Value):
@@ -48,7 +47,7 @@ class Plan(Value):
     saved_as: str | None = None  # in JAX: the name of attention's results for policies of jax.checkpoint
     machine: Machine = field(default=None, repr=False)  # type: ignore[assignment]  # None: the shipped one of the device
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
-    report: Any = field(default=None, compare=False, repr=False)  # what makes the Report, if candidates were compared
+    report: Any = field(default=None, compare=False, repr=False)  # makes lines and plain values of what was compared
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "key_len", "ring", "ulysses", "head_dim", "value_dim"):

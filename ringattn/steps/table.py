@@ -56,8 +56,6 @@ def joined(*parts: Transfers) -> Transfers:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The steps of all ranks."""
-
     ring: int
     hosts: int
     length: int  # tokens of a block
