@@ -1,6 +1,5 @@
 """Ring attention in one file: exact attention over a sequence that is spread over ranks, in plain torch.
 
-python examples/ring_in_one_file.py
 torchrun --nproc-per-node=4 examples/ring_in_one_file.py
 
 Read it from the top: a mask is an interval, two results merge, zigzag, the ring forward and backward, a check. The
@@ -11,7 +10,6 @@ B batch   T queries   S keys   H query heads   G key heads, which divide H   D h
 """
 
 import math
-import os
 
 import torch
 import torch.distributed as dist
@@ -219,21 +217,7 @@ def check(ring: Ring, tokens: int = 960) -> None:
     print(f"rank {ring.rank} of {ring.size}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
 
 
-def main(rank: int | None = None, ranks: int = 4) -> None:
-    if rank is not None:  # started by spawn
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+if __name__ == "__main__":
     dist.init_process_group("gloo")
     check(Ring())
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main()
-    else:
-        import socket
-
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        torch.multiprocessing.spawn(main, nprocs=4)
