@@ -216,6 +216,8 @@ class GatedDeltaNet(LinearLayer):
     sigmoid(b x), and the log decay -exp(log_rate) * softplus(decay(x) + bias). This rank has its plan's tokens.
     """
 
+    decay: nn.Module
+
     def __init__(
         self,
         d_model: int,
