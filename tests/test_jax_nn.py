@@ -43,32 +43,70 @@ def test_rotary_positions_are_exact_far_out():
 
 
 @pytest.mark.parametrize("docs", [None, ra.Docs.from_lengths([[30, 2, 20], [1, 60]], pad_to=T)], ids=["", "documents"])
-def test_the_loss_over_devices(plan, docs):
+def test_a_convolution_and_the_loss_over_devices(plan, docs):
     rng = np.random.default_rng(1)
-    logits, labels = jnp.asarray(rng.normal(size=(2, T, 6)), jnp.float32), jnp.asarray(rng.integers(-1, 6, (2, T)))
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, T, 6), (6, 4)))
+    labels = jnp.asarray(rng.integers(-1, 6, (2, T)))
+    expected = np.zeros(x.shape)
+    start = np.zeros((2, T), int) if docs is None else np.asarray(layers.start_of(jnp.arange(T), docs))
+    for w in range(4):
+        for t in range(w, T):
+            expected[:, t] += np.where(t - w >= start[:, t, None], x[:, t - w] * weight[:, w], 0)
 
-    def loss(logits, plan=None):
+    def both(plan):
         shard = (lambda x: x) if plan is None else plan.shard
-        return layers.cross_entropy(shard(logits), shard(labels), plan, ignore_index=-1, docs=docs)
 
-    alone = jax.jit(jax.value_and_grad(loss))(logits)
-    close(jax.jit(jax.value_and_grad(lambda x: loss(x, plan)))(on(plan, logits)), alone, 2e-6)
+        def loss(x):
+            y = layers.causal_convolution(shard(x), weight, plan, docs)
+            return layers.cross_entropy(y, shard(labels), plan, ignore_index=-1, docs=docs), y
+
+        (value, y), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(x if plan is None else on(plan, x))
+        return y if plan is None else plan.unshard(y), value, grad
+
+    (y, *alone), (over, *ranks) = both(None), both(plan)
+    end = T if docs is None else docs.starts[:, -1].min()
+    for found in (y, over):
+        assert np.abs(np.asarray(found) - expected)[:, :end].max() < 1e-5
+    close(ranks, alone, 2e-6)
     counted = np.asarray(labels) >= 0
     counted &= True if docs is None else np.arange(T) < docs.starts[:, -1:]
-    p = torch.log_softmax(torch.from_numpy(np.array(logits)).double(), -1).numpy()
+    p = torch.log_softmax(torch.from_numpy(expected), -1).numpy()
     right = np.take_along_axis(p, np.maximum(np.asarray(labels), 0)[..., None], -1)[..., 0]
     assert abs(float(alone[0]) + right[counted].mean()) < 1e-5
 
 
-def test_the_flax_layer_equals_that_of_torch(plan):
+def weights_of(layer, state):
+    """The state of a Flax layer, from that of the torch layer: a matrix lies the other way round."""
+    nnx = pytest.importorskip("flax.nnx")
+    given = {n.replace("norm.", ""): x.detach().numpy() for n, x in state.items()}
+
+    def own(path, leaf):
+        *names, last = map(str, path)
+        x = given[".".join([*names, "weight" if last == "kernel" else last]).removesuffix(".value")]
+        return jnp.asarray(x.T if last == "kernel" else x.reshape(leaf.shape))
+
+    flat = nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(layer)))
+    flat = {path: own(path, leaf) for path, leaf in flat.items()}
+    nnx.update(layer, nnx.traversals.unflatten_mapping(flat))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("Attention", {"kv_heads": 2}),
+        pytest.param("GatedDeltaNet", {"key_heads": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_flax_layers_equal_those_of_torch(plan, name, given):
     nnx = pytest.importorskip("flax.nnx")
     from ringattn.jax import nn
 
     torch.manual_seed(0)
     docs = ra.Docs.from_lengths([20, 41])
-    theirs, ours = ra.nn.Attention(32, 4, kv_heads=2), nn.Attention(32, 4, kv_heads=2, rngs=nnx.Rngs(0))
-    for name in ("q", "k", "v", "out"):  # a matrix lies the other way round
-        getattr(ours, name).kernel[...] = jnp.asarray(getattr(theirs, name).weight.detach().numpy().T)
+    theirs = getattr(ra.nn, name)(32, 4, **given)
+    ours = weights_of(getattr(nn, name)(32, 4, **given, rngs=nnx.Rngs(0)), theirs.state_dict())
     x = torch.randn(2, T, 32, requires_grad=True)
     y = theirs(x, docs=docs)
     y.square().sum().backward()

@@ -122,8 +122,9 @@ def test_a_row_with_more_documents_than_most_is_nan(plan, small):
         queries, spec = ra.Docs.from_lengths([[20, 41]] * 2), ra.AttentionSpec(causal=False)
         keys = ra.attention(*small, spec=spec, docs=queries, key_docs=docs)
         linear, state = ra.linear_attention(small[1], *small[1:], docs=docs, return_state=True)
+        mixed = layers.causal_convolution(small[0][:, :, 0], jnp.ones((4, 2)), docs=docs)
         mean = layers.token_mean(small[0][..., 0, 0], docs=docs)
-        return out, lse, keys, linear, state, mean
+        return out, lse, keys, linear, state, mixed, mean
 
     @jax.jit
     def rolled(ids, x):

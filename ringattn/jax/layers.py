@@ -1,18 +1,19 @@
-"""What layers of any JAX library need around attention: rotary positions, the loss.
+"""What layers of any JAX library need around attention: rotary positions, a causal convolution, the loss.
 
 All arrays are global, in the plan's order; without a plan in the sequence's own.
 
-B batch   T tokens   C channels   H heads   D head dim   V classes
+B batch   T tokens   C channels   H heads   D head dim   V classes   W tokens of a convolution
 """
 
 from functools import reduce
+from math import gcd
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ringattn.jax.lookup import rows_of
+from ringattn.jax.lookup import cut_as, entry, rows_of, spoiled, uncut, up_to
 from ringattn.kernels.arrays import accumulator
 from ringattn.masks.spec import Docs
 from ringattn.plans.plan import Plan
@@ -42,6 +43,35 @@ def rope(x_BTHD: Array, positions_T: Array, theta: float = 10000.0) -> Array:
     cos, sin = cos[..., None, :], sin[..., None, :]
     a, b = jnp.split(x_BTHD.astype(cos.dtype), 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTHD.dtype)
+
+
+def causal_convolution(x_BTC: Array, weight_CW: Array, plan: Plan | None = None, docs: Docs | None = None) -> Array:
+    """y[t] = sum_w weight[:, w] * x[t - w] within t's document; only the last W - 1 tokens of each segment travel."""
+    B, T, C = x_BTC.shape
+    W, order = weight_CW.shape[1], np.arange(T) if plan is None else plan.tokens.order()
+    cuts = [] if plan is None else [plan.local_len]
+    segment = gcd(T, *cuts, *(np.flatnonzero(np.diff(order) != 1) + 1).tolist())
+    if segment < W - 1:
+        raise ValueError(f"a convolution over {W} tokens needs longer segments than {segment} tokens; use zigzag")
+    firsts = order[::segment]
+    before = np.searchsorted(np.sort(firsts), firsts) - 1  # the place in the sequence of the segment before each
+    before = np.argsort(firsts)[before]
+    parts = x_BTC.reshape(B, -1, segment, C)
+    tails = uncut(parts[:, :, segment - (W - 1) :], 1)[:, before]
+    tails = cut_as(jnp.where((firsts == 0)[:, None, None], 0, tails), parts)
+    rows = jnp.concatenate([tails, parts], 2)
+    at = positions_of(x_BTC, plan)
+    start = jnp.zeros((1, T), int) if docs is None else start_of(at, docs)
+    inside = [(at - w >= start)[..., None] for w in range(W)]
+    taken = [rows[:, :, W - 1 - w : W - 1 - w + segment].reshape(B, T, C) for w in range(W)]
+    pairs = zip(taken, inside, strict=True)
+    made = jnp.stack([jnp.where(ok, x, 0) * weight_CW[:, w] for w, (x, ok) in enumerate(pairs)]).sum(0)
+    return spoiled(made, docs and docs.starts)
+
+
+def start_of(positions_T: Array, docs: Docs) -> Array:
+    """Where the document of each token begins, [rows, T]."""
+    return entry(docs.starts, up_to(docs.starts, positions_T) - 1)
 
 
 def token_mean(

@@ -1,6 +1,7 @@
-"""Attention for Flax (nnx) over devices: a layer, and what Flax's own layer takes; needs flax.
+"""Layers of Flax (nnx) over devices: attention, what Flax's own layer takes, and the delta rule; needs flax.
 
-Arrays are global, in the plan's order; without a plan in the sequence's own.
+Weights and results are those of the layers of the same names in `ringattn.nn`, for torch. Arrays are global, in the
+plan's order; without a plan in the sequence's own.
 
 B batch   T tokens   C width
 """
@@ -9,13 +10,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from ringattn import api
+from ringattn.jax.layers import causal_convolution, positions_of, rope
 from ringattn.jax.layers import cross_entropy as cross_entropy
-from ringattn.jax.layers import positions_of, rope
 from ringattn.jax.layers import token_mean as token_mean
+from ringattn.kernels.arrays import accumulator
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.plan import Plan
 
@@ -55,19 +59,14 @@ def attention_fn(
 
 
 class Attention(nnx.Module):
-    """out(attention(rope(q(x)), rope(k(x)), v(x))), with the weights of `ringattn.nn.Attention` for torch.
-
-    `how` are nnx.Linear's own arguments: dtype, param_dtype, ...
-    """
+    """out(attention(rope(q(x)), rope(k(x)), v(x))). `how` are nnx.Linear's own arguments: dtype, param_dtype, ..."""
 
     def __init__(
         self, d_model: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None,
         spec: AttentionSpec | None = None, theta: float = 10000.0, *, rngs: nnx.Rngs, **how: Any,
     ):  # fmt: skip
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
-        if head_dim is None and d_model % heads:
-            raise ValueError(f"heads={heads} does not divide d_model={d_model}; give the size of a head")
-        self.head_dim, self.theta = d_model // heads if head_dim is None else head_dim, theta
+        self.head_dim, self.theta = head_size(d_model, heads, head_dim), theta
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs, so it must be even")
         self.spec = AttentionSpec() if spec is None else spec
@@ -80,7 +79,66 @@ class Attention(nnx.Module):
     ) -> Array:
         """`positions` [T] or [B, T] are those of the sequence, unless they are given."""
         at = positions_of(x_BTC, plan) if positions is None else positions
-        q, k, v = (f(x_BTC).reshape(*x_BTC.shape[:2], -1, self.head_dim) for f in (self.q, self.k, self.v))
+        q, k, v = (in_heads(f(x_BTC), self.head_dim) for f in (self.q, self.k, self.v))
         q, k = rope(q, at, self.theta), rope(k, at, self.theta)
         out = api.attention(q, k, v, plan, spec=self.spec, docs=docs)
         return self.out(out.reshape(*x_BTC.shape[:2], -1))
+
+
+class GatedDeltaNet(nnx.Module):
+    """out(norm(linear_attention(q, k, v, log decay, beta)) * swish(w x)): the delta rule with a gate a head.
+
+    As in Qwen3-Next: q and k have length 1 after the convolution, beta is sigmoid(b x), and the log decay is
+    -exp(log_rate) * softplus(decay(x) + bias).
+    """
+
+    def __init__(
+        self, d_model: int, heads: int, key_heads: int | None = None, key_dim: int | None = None,
+        value_dim: int | None = None, convolution: int = 4, *, rngs: nnx.Rngs, **how: Any,
+    ):  # fmt: skip
+        key_heads = key_heads or heads
+        if key_heads < 1 or heads % key_heads:
+            raise ValueError(f"key_heads={key_heads} must divide heads={heads}")
+        self.value_dim = head_size(d_model, heads, value_dim)
+        self.key_dim = max(1, d_model // heads // 2) if key_dim is None else key_dim
+        self.keys, values, self.convolution = key_heads * self.key_dim, heads * self.value_dim, convolution
+        linear: Any = partial(nnx.Linear, use_bias=False, rngs=rngs, **how)
+        self.qkv = linear(d_model, 2 * self.keys + values)
+        if convolution:
+            shape = 2 * self.keys + values, convolution
+            self.mix = nnx.Param(jax.random.normal(rngs.params(), shape) * convolution**-0.5)
+        self.swish, self.out = linear(d_model, values), linear(values, d_model)
+        self.beta, self.decay = linear(d_model, heads), linear(d_model, heads)
+        self.log_rate = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)))
+        self.bias, self.weight = nnx.Param(jnp.ones(heads)), nnx.Param(jnp.ones(self.value_dim))
+
+    def __call__(self, x_BTC: Array, plan: Plan | None = None, docs: Docs | None = None) -> Array:
+        mixed = self.qkv(x_BTC)
+        if self.convolution:
+            mixed = jax.nn.silu(causal_convolution(mixed, self.mix[...].astype(mixed.dtype), plan, docs))
+        q, k, v = jnp.split(mixed, (self.keys, 2 * self.keys), -1)
+        q, k, v = in_heads(q, self.key_dim), in_heads(k, self.key_dim), in_heads(v, self.value_dim)
+        q, k = (x * jax.lax.rsqrt((exact(x) ** 2).sum(-1, keepdims=True) + 1e-6).astype(x.dtype) for x in (q, k))
+        g = -jax.nn.softplus(exact(self.decay(x_BTC)) + self.bias[...]) * jnp.exp(self.log_rate[...])
+        beta = jax.nn.sigmoid(exact(self.beta(x_BTC)))
+        out = exact(api.linear_attention(q, k, v, g, plan, beta=beta, docs=docs, check=False))
+        out = out * jax.lax.rsqrt((out**2).mean(-1, keepdims=True) + 1e-6) * self.weight[...]
+        out = out.astype(v.dtype).reshape(*x_BTC.shape[:2], -1)
+        return self.out(out * jax.nn.silu(self.swish(x_BTC)))
+
+
+def head_size(d_model: int, heads: int, given: int | None) -> int:
+    """The size of a head: as given, or its share of d_model."""
+    if given is None and d_model % heads:
+        raise ValueError(f"heads={heads} does not divide d_model={d_model}; give the size of a head")
+    return d_model // heads if given is None else given
+
+
+def in_heads(x: Array, size: int) -> Array:
+    """[B, T, heads * size] -> [B, T, heads, size]."""
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def exact(x: Array) -> Array:
+    """x in float32, or in float64 if it has that."""
+    return x.astype(accumulator(x))
