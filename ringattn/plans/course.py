@@ -46,9 +46,7 @@ Cells = tuple[Row, Row, Row]  # readers, by their place among them, steps, and t
 
 
 class Steps:
-    """The steps of some ranks, the readers, and what follows from them as [reader, step]."""
-
-    ring: Ring
+    ring: Ring  # of whose ranks some, the readers, have these steps
     readers: Row
     first: Row  # [phase]: its first step
     count: int
