@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,26 +95,21 @@ def recall(model: Finder, mesh: object, tokens: int, depth: float) -> float:
 
 def draw(losses: list[float], lengths: list[int], depths: list[float], table: list[list[float]], path: Path) -> None:
     from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     from ringattn.launch.commands.plot import STYLE, save
 
     with rc_context(STYLE):  # readable on light and on dark pages
-        save(drawn(losses, lengths, depths, table), path)
-
-
-def drawn(losses: list[float], lengths: list[int], depths: list[float], table: list[list[float]]) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(losses, color="#4477aa")
-    left.set(title="loss while the haystack grows", xlabel="step", ylabel="nats per question")
-    image = right.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    right.set(title="needles found", xlabel="tokens", ylabel="depth of the needles")
-    right.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-    right.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
-    figure.colorbar(image, ax=right)
-    return figure
+        figure = Figure(figsize=(9, 3.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.plot(losses, color="#4477aa")
+        left.set(title="loss while the haystack grows", xlabel="step", ylabel="nats per question")
+        image = right.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        right.set(title="needles found", xlabel="tokens", ylabel="depth of the needles")
+        right.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+        right.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
+        figure.colorbar(image, ax=right)
+        save(figure, path)
 
 
 def main(tokens: str = "100000", steps: str = "250", picture: str = "needle.svg") -> None:

@@ -43,11 +43,8 @@ with matplotlib.rc_context(STYLE):  # readable on light and on dark pages
                 ax.add_patch(Rectangle((begin[0, t], t), end[0, t] - begin[0, t], 1, color=COLORS[rank], lw=0))
                 ax.add_patch(Rectangle((t, -3), 1, 2, color=COLORS[rank], lw=0))
         ax.set(title=layout.name, xlim=(0, TOKENS), ylim=(TOKENS, -3), xlabel="keys", ylabel="queries", aspect="equal")
-    figure.legend(
-        handles=[Patch(color=COLORS[r], label=f"rank {r}") for r in range(RANKS)],
-        loc="outside lower center",
-        ncols=RANKS,
-    )
+    ranks = [Patch(color=COLORS[r], label=f"rank {r}") for r in range(RANKS)]
+    figure.legend(handles=ranks, loc="outside lower center", ncols=RANKS)
     save(figure, FOLDER / "who-holds-what.svg")
 
 # %% How much work each rank has, and with whose keys: rows are ranks, columns the ranks whose keys they see

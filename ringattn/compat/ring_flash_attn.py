@@ -38,7 +38,6 @@ from ringattn.plans.plan import Plan
 from ringattn.torch.agree import refuse
 
 Function = Callable[..., Any]
-Prepared = tuple[Tensor, Tensor, int, int, slice]
 
 untraced = torch.compiler.disable(reason="a plan is looked up by group and length; ra.attention with a plan is traced")
 PLANS_KEPT = 64  # by length and documents, for each group and layout
@@ -170,7 +169,6 @@ def attended(
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, options: Options) -> Any:
-    """The same of one row without its dim."""
     result = attended(q[None], k[None], v[None], plan, spec, docs, options)
     return (result[0][0], result[1][0], None) if options.return_attn_probs else result[0]
 
@@ -208,7 +206,6 @@ def of_cut_documents(layout: str) -> Function:
 
 @lru_cache(maxsize=64)
 def docs_over(ranks: int, local: tuple[int, ...]) -> Docs:
-    """The whole documents, of which each rank has these parts."""
     return Docs.from_cu_seqlens([ranks * start for start in local])
 
 
@@ -243,7 +240,7 @@ def llama3(
 
 
 @untraced
-def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank: int, world_size: int) -> Prepared:
+def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank: int, world_size: int) -> Any:
     """One rank's cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and local_k_slice, of those of all documents.
 
     Rank r has block r of the packed documents; its keys begin with its first document, and end with its last query,
@@ -262,7 +259,7 @@ def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank:
     keys = cu_seqlens[first : last + 1].clamp(max=limit) - whole[first]
     PREPARED[queries] = on_host(queries), Docs.from_cu_seqlens(whole)
     longest = (int(x.diff().max()) for x in (queries, keys))
-    return queries, keys, *longest, slice(whole[first], limit)  # type: ignore[return-value]
+    return queries, keys, *longest, slice(whole[first], limit)
 
 
 BATCH: list[tuple[Docs, Any]] = []  # the documents of the current batch, and the group that its tokens are spread over

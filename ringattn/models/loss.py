@@ -78,7 +78,6 @@ def losses_of_counted(logits_BtV: Tensor, labels_Bt: Tensor, counted_Bt: Tensor)
 
 
 def counted_of(like_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> Tensor:
-    """[B, T]: which of this rank's tokens count."""
     counted = torch.ones_like(like_BT, dtype=torch.bool)
     for chosen in (mask, real_tokens(plan, docs, like_BT.device)):
         if chosen is not None:

@@ -169,7 +169,6 @@ def heads_of(model: Any) -> tuple[int, int] | None:
 
 
 def common(x: Any) -> int:
-    """A number, or the greatest common divisor of one a layer."""
     return math.gcd(*x) if isinstance(x, list | tuple) else (x or 0)
 
 

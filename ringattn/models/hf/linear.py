@@ -100,12 +100,10 @@ FUSED = "mamba2_split_conv1d_scan_combined"
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers whose recurrence is replaced here."""
     return [module for module in model.modules() if names(module) & set(SCANS)]
 
 
 def convolutions(model: nn.Module) -> list[nn.Module]:
-    """Their convolutions."""
     return [child for layer in linear_layers(model) if CONVOLUTION in names(layer) for child in layer.children()]
 
 

@@ -41,7 +41,6 @@ def in_pieces(model: Any) -> Any:
 
 
 def give(module: Any, forward: Any) -> None:
-    """Give a module this forward, unless it has it already."""
     if "ringattn_whole" not in vars(module):
         count = len(list(module.parameters()))  # now, since wrappers change them
         new = {"ringattn_whole": module.forward, "ringattn_weights": count, "ringattn_width": width(module)}

@@ -80,7 +80,6 @@ def refuse_mask(attention_mask: Any) -> None:
 
 
 def padded(attention_mask: Tensor) -> np.ndarray:
-    """Where padding begins or ends."""
     real = attention_mask.bool().numpy(force=True)
     cuts = changes(real)
     if (cuts.sum(1) > 2).any() or ((cuts.sum(1) == 2) & real[:, 0]).any():
@@ -89,7 +88,6 @@ def padded(attention_mask: Tensor) -> np.ndarray:
 
 
 def changes(x_BT: np.ndarray) -> np.ndarray:
-    """Where a value is not the one before."""
     return np.pad(x_BT[:, 1:] != x_BT[:, :-1], ((0, 0), (1, 0)))
 
 

@@ -33,8 +33,6 @@ def targets_of(
 
 
 class Wanted(NamedTuple):
-    """What this rank's tokens are to predict."""
-
     labels: Tensor  # [B, t]; IGNORED for nothing
     others: Tensor | None  # [n, B, t]: where several branches go on from a token
 
