@@ -429,7 +429,7 @@ def test_a_compiled_model_is_prepared_inside_and_a_wrapped_one_is_refused():
     expected = model(batch(), use_cache=False).logits
     mine = hf.prepare(torch.compile(model, backend="eager"), plan_of_one())
     torch.testing.assert_close(mine(batch()).logits, expected, rtol=1e-5, atol=1e-5)
-    assert hasattr(model, "ringattn")
+    assert hasattr(model, "ringattn") and hf.unprepare(mine) is mine and not hasattr(model, "ringattn")
     for wrapped in (torch.nn.DataParallel(model), torch.nn.DataParallel(lora(build("Llama")))):
         with pytest.raises(ValueError, match="wrapped in DataParallel: prepare before wrapping"):
             hf.prepare(wrapped, plan_of_one())
@@ -476,6 +476,49 @@ def test_bad_input_is_named():
         model(batch(), labels=batch(), logits_to_keep=1)
     with pytest.raises(ValueError, match=r"position_ids has shape \(3, 2, 37\); expected"):
         model(batch(), position_ids=torch.zeros(3, 2, T, dtype=torch.long))
+
+
+def state(model):
+    """All that a call of the model depends on beside its weights, of every module and config."""
+    modules = {
+        name: {k: v for k, v in vars(m).items() if k[0] != "_" and not isinstance(v, torch.Tensor)}
+        for name, m in model.named_modules()
+    }
+    return modules, [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi3", "Qwen3Next"])
+def test_unprepare_leaves_nothing_behind(name):
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0,
+            "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}  # fmt: skip
+    more = {"max_position_embeddings": 16, "original_max_position_embeddings": 16, "rope_parameters": rope}
+    model = build(name, **(more if name == "Phi3" else {}))
+    earlier = model.forward = model.forward  # an attribute, as accelerate's hooks leave one
+    model.config.output_hidden_states = False
+    expected, before = model(batch(), use_cache=False).logits, state(model)
+    with hf.prepared(model, plan_of_one()) as mine:
+        assert mine is model and mine(batch()).loss is None and state(model) != before
+    assert state(model) == before and model.forward is earlier
+    assert torch.equal(model(batch(), use_cache=False).logits, expected)
+    assert model.generate(batch()[:, :3], max_new_tokens=2, do_sample=False).shape == (2, 5)
+    with pytest.raises(ValueError, match=f"this {name}ForCausalLM is not prepared; nothing is to be undone"):
+        hf.unprepare(model)
+
+
+def test_what_would_be_wrong_after_unprepare_is_refused():
+    model = hf.prepare(build("Llama"), plan_of_one())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model.train()(batch(), labels=batch()).loss
+    hf.unprepare(model)
+    with pytest.raises(ValueError, match="recomputes its layers, and it was unprepared since forward"):
+        loss.backward()
+    wrapped = hf.prepare(build("Llama"), plan_of_one())
+    wrapped.forward = lambda *args, of=wrapped.forward, **given: of(*args, **given)
+    with pytest.raises(ValueError, match="forward of this LlamaForCausalLM was wrapped after prepare"):
+        hf.unprepare(wrapped)
+    wrapped = hf.prepare(build("Llama"), plan_of_one())
+    wrapped.set_attn_implementation("sdpa")
+    assert hf.unprepare(wrapped).config._attn_implementation == "sdpa"  # what the user chose since then
 
 
 def test_what_is_changed_after_prepare_is_refused():

@@ -5,7 +5,7 @@ It does what only the whole knows: positions, shifted labels, padding, packed do
     B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -62,11 +62,13 @@ def forward(
             return hf_trl.log_probs(self, given, asked, shift_labels is not None, num_items_in_batch)
         kept = few(self, logits_to_keep, batch.plan, following, given)
         output = hf_memory.run(self, given, asked)
+    guard(self, output)
     if kept is not None:
         return changed(output, logits=kept.join(output.logits))
     return with_loss(self, output, asked, batch.plan, num_items_in_batch) if asked else output
 
 
+@cache
 def forward_of(kind: Any) -> Any:
     """`forward` with the arguments of the models of this class: Trainer and generate read which there are."""
 
@@ -170,6 +172,22 @@ def dealt_out(model: Any, batch: Dealt, attention_mask: Tensor | None) -> Dealt:
 def compiled(model: Any) -> bool:
     running = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
     return running or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+
+
+@torch.compiler.disable
+def guard(self: Any, output: Any) -> None:
+    """Refuse a backward pass that would recompute layers of a model that is no longer prepared: they would be wrong."""
+
+    def check(grad: Tensor) -> None:
+        if not hasattr(self, "ringattn") and any(getattr(m, "gradient_checkpointing", False) for m in self.modules()):
+            raise ValueError(
+                f"backward of this {type(self).__name__} recomputes its layers, and it was unprepared since forward; "
+                "call backward before unprepare, inside of `with hf.prepared(...)`"
+            )
+
+    for x in output.values():
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(check)
 
 
 def sizes(model: Any, x: dict[str, Any], position_ids: Any, following: dict[str, Any]) -> tuple[int, int]:

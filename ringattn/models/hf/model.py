@@ -1,9 +1,10 @@
-"""A transformers model over sequences that are spread over ranks: `prepare`.
+"""A transformers model over sequences that are spread over ranks: `prepare` and `unprepare`.
 
 B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from types import MethodType
 from typing import Any
@@ -14,7 +15,7 @@ from ringattn.models.hf import generate as hf_generate
 from ringattn.models.hf import linear as hf_linear
 from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import NAME, register, stretched, with_last
-from ringattn.models.hf.choice import Spread, axes_of, inner, source_of
+from ringattn.models.hf.choice import Spread, axes_of, inner, replace, restore, source_of
 from ringattn.models.hf.forward import forward_of
 from ringattn.models.hf.packed import is_counted, numbering_of
 from ringattn.models.hf.refusals import refuse
@@ -46,7 +47,7 @@ def prepare(
     packed documents; `docs`, a ringattn.Docs of the whole sequences, describes them instead, with prefixes or as trees.
     `over` are further axes to average over (a data axis), or their names in the mesh. Within peft's adapters or
     torch.compile, the inner model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of
-    its config, and stays prepared. Token ids and labels are compared between the ranks of the plan, at first and then
+    its config. Token ids and labels are compared between the ranks of the plan, at first and then
     now and then, unless `compare` is False.
     """
     bare = inner(model)
@@ -55,21 +56,23 @@ def prepare(
     refuse(bare, source)
     register()
     give_own_configs(model)
+    configs = [(config, config._attn_implementation) for config in configs_of(bare)]
     decoder = hf_vision.decoder_of(bare)
     if decoder is None:
         bare.set_attn_implementation(NAME)
     else:
         hf_vision.cut_at(bare, decoder)
     rotaries, linear = stretched(bare), hf_linear.linear_layers(bare)
-    for rotary in rotaries:  # methods and not closures: a copy of the model runs its own weights
-        new = {"ringattn_last": None, "ringattn_forward": rotary.forward, "forward": MethodType(with_last, rotary)}
-        vars(rotary).update(new)
+    for rotary in rotaries:
+        replace(rotary, ringattn_last=None, ringattn_forward=rotary.forward, forward=MethodType(with_last, rotary))
     for layer in linear:
-        vars(layer)["forward"] = hf_linear.spread(layer)
-    vars(bare).update(
+        replace(layer, forward=hf_linear.spread(layer))
+    replace(
+        bare,
         ringattn=Spread(source, over, is_counted(bare), bool(linear), averaged, compare),
         ringattn_last=None,  # the latest batch, a Dealt
         ringattn_fused=None,  # the forward that TRL put around this one
+        ringattn_configs=configs,
         ringattn_stretched=rotaries,
         ringattn_numbering=numbering_of(bare),
         local_forward=bare.forward,
@@ -89,6 +92,47 @@ def give_own_configs(model: nn.Module) -> None:
         for name, x in vars(module).items():
             if hasattr(x, "sub_configs"):
                 vars(module)[name] = deepcopy(x, copies)
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs whose attention `set_attn_implementation` may change; some of them twice."""
+    configs: Any = [module.config for module in model.modules() if hasattr(module, "config")]
+    configs += [getattr(config, name, None) for config in configs for name in config.sub_configs]
+    return [config for config in configs if hasattr(config, "_attn_implementation")]
+
+
+def unprepare(model: nn.Module) -> nn.Module:
+    """The same model as it was before `prepare`, with the weights that it has now; also inside of peft's adapters.
+
+    The attention of its configs stays if it was changed since. The model keeps its own copy of its config.
+    """
+    bare = inner(model)
+    name = type(bare).__name__
+    if not hasattr(bare, "ringattn"):
+        raise ValueError(f"this {name} is not prepared; nothing is to be undone")
+    if getattr(bare.forward, "__func__", None) is not forward_of(type(bare)):
+        raise ValueError(
+            f"the forward of this {name} was wrapped after prepare; undo that first (accelerate: "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+        )
+    for config, way in bare.ringattn_configs:
+        if config._attn_implementation == NAME:
+            config._attn_implementation_internal = way
+    restore(bare)
+    return model
+
+
+@contextmanager
+def prepared(model: nn.Module, plan: Any, **options: Any) -> Iterator[nn.Module]:
+    """`with prepared(model, plan) as model:` prepares the model, and undoes that at the end of the block.
+
+    Call backward in the block too if activations are recomputed there.
+    """
+    ready = prepare(model, plan, **options)
+    try:
+        yield ready
+    finally:
+        unprepare(model)
 
 
 def plan_of(model: Any) -> Plan:

@@ -27,7 +27,7 @@ def refuse(model: nn.Module, plan: Any) -> None:
     if isinstance(plan, Plan) and (plan.heads is not None or plan.head_dim is not None):
         raise ValueError("make the plan without heads and head_dim: a model's layers may differ in them")
     if hasattr(model, "ringattn"):
-        raise ValueError(f"this {name} is already prepared; use it as it is")
+        raise ValueError(f"this {name} is already prepared; use it as it is, or hf.unprepare(model) first")
     refuse_model(model, name)
     if not isinstance(plan, Plan):
         return

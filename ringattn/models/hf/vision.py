@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ringattn.masks.spec import Docs
 from ringattn.models.hf.attention import ARGUMENTS, NAME, PASSED, Asked, Call, spans_of, stretched
+from ringattn.models.hf.choice import replace
 from ringattn.plans.plan import Plan
 from ringattn.torch.agree import note
 
@@ -65,8 +66,7 @@ def cut_at(model: Any, decoder: Any) -> None:
     decoder.set_attn_implementation(NAME)
     for config in (model.config, model.config.get_text_config()):  # by which models make masks for their decoder
         config._attn_implementation_internal = NAME
-    new = {"ringattn_cut": None, "ringattn_forward": decoder.forward, "forward": MethodType(forward, decoder)}
-    vars(decoder).update(new)
+    replace(decoder, ringattn_cut=None, ringattn_forward=decoder.forward, forward=MethodType(forward, decoder))
 
 
 @torch.compiler.disable(recursive=False)
