@@ -501,7 +501,7 @@ def test_unprepare_leaves_nothing_behind(name):
     assert state(model) == before and model.forward is earlier
     assert torch.equal(model(batch(), use_cache=False).logits, expected)
     assert model.generate(batch()[:, :3], max_new_tokens=2, do_sample=False).shape == (2, 5)
-    with pytest.raises(ValueError, match=f"this {name}ForCausalLM is not prepared; nothing is to be undone"):
+    with pytest.raises(ValueError, match=f"this {name}ForCausalLM is not prepared"):
         hf.unprepare(model)
 
 
@@ -510,11 +510,11 @@ def test_what_would_be_wrong_after_unprepare_is_refused():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model.train()(batch(), labels=batch()).loss
     hf.unprepare(model)
-    with pytest.raises(ValueError, match="recomputes its layers, and it was unprepared since forward"):
+    with pytest.raises(ValueError, match="backward recomputes layers of a model that was unprepared: call"):
         loss.backward()
     wrapped = hf.prepare(build("Llama"), plan_of_one())
     wrapped.forward = lambda *args, of=wrapped.forward, **given: of(*args, **given)
-    with pytest.raises(ValueError, match="forward of this LlamaForCausalLM was wrapped after prepare"):
+    with pytest.raises(ValueError, match="this LlamaForCausalLM is not prepared, or its forward was wrapped after"):
         hf.unprepare(wrapped)
     wrapped = hf.prepare(build("Llama"), plan_of_one())
     wrapped.set_attn_implementation("sdpa")

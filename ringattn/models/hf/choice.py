@@ -19,8 +19,6 @@ SEQ_LEN = 32768  # tokens that a plan is made for where neither the caller, a ba
 PLANS_KEPT = 64  # of other lengths than the first
 SLIDING = "sliding_attention"
 
-MISSING = "no attribute"
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -105,17 +103,8 @@ class Spread(Value):
 
 def replace(module: nn.Module, **new: Any) -> None:
     """Give a module other attributes, as methods and not closures: a copy of it runs its own weights."""
-    vars(module)["ringattn_before"] = {name: vars(module).get(name, MISSING) for name in new}
+    vars(module)["ringattn_before"] = {name: vars(module).get(name) for name in new}
     vars(module).update(new)
-
-
-def restore(model: nn.Module) -> None:
-    """Give all modules of a model their earlier attributes back."""
-    for module in model.modules():
-        for name, x in vars(module).pop("ringattn_before", {}).items():
-            del vars(module)[name]
-            if x is not MISSING:
-                vars(module)[name] = x
 
 
 def inner(model: Any) -> Any:

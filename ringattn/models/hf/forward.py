@@ -180,10 +180,7 @@ def guard(self: Any, output: Any) -> None:
 
     def check(grad: Tensor) -> None:
         if not hasattr(self, "ringattn") and any(getattr(m, "gradient_checkpointing", False) for m in self.modules()):
-            raise ValueError(
-                f"backward of this {type(self).__name__} recomputes its layers, and it was unprepared since forward; "
-                "call backward before unprepare, inside of `with hf.prepared(...)`"
-            )
+            raise ValueError("backward recomputes layers of a model that was unprepared: call backward before that")
 
     for x in output.values():
         if isinstance(x, Tensor) and x.requires_grad:

@@ -15,7 +15,7 @@ from ringattn.models.hf import generate as hf_generate
 from ringattn.models.hf import linear as hf_linear
 from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import NAME, register, stretched, with_last
-from ringattn.models.hf.choice import Spread, axes_of, inner, replace, restore, source_of
+from ringattn.models.hf.choice import Spread, axes_of, inner, replace, source_of
 from ringattn.models.hf.forward import forward_of
 from ringattn.models.hf.packed import is_counted, numbering_of
 from ringattn.models.hf.refusals import refuse
@@ -47,16 +47,15 @@ def prepare(
     packed documents; `docs`, a ringattn.Docs of the whole sequences, describes them instead, with prefixes or as trees.
     `over` are further axes to average over (a data axis), or their names in the mesh. Within peft's adapters or
     torch.compile, the inner model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of
-    its config. Token ids and labels are compared between the ranks of the plan, at first and then
-    now and then, unless `compare` is False.
+    its config. Token ids and labels are compared between the ranks of the plan, at first and then now and then, unless
+    `compare` is False.
     """
     bare = inner(model)
     source = source_of(plan, axes, seq_len)
     over = axes_of(source, over)
     refuse(bare, source)
     register()
-    give_own_configs(model)
-    configs = [(config, config._attn_implementation) for config in configs_of(bare)]
+    configs = give_own_configs(model)
     decoder = hf_vision.decoder_of(bare)
     if decoder is None:
         bare.set_attn_implementation(NAME)
@@ -85,20 +84,14 @@ def prepare(
     return model
 
 
-def give_own_configs(model: nn.Module) -> None:
-    """Replace each config that modules hold by a copy, so that no other model that was made from it changes."""
+def give_own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Replace each config that modules hold by a copy, so that other models do not change; with their attention."""
     copies: dict[int, Any] = {}  # of deepcopy: what was shared within the model stays shared
     for module in model.modules():
         for name, x in vars(module).items():
             if hasattr(x, "sub_configs"):
                 vars(module)[name] = deepcopy(x, copies)
-
-
-def configs_of(model: nn.Module) -> list[Any]:
-    """The configs whose attention `set_attn_implementation` may change; some of them twice."""
-    configs: Any = [module.config for module in model.modules() if hasattr(module, "config")]
-    configs += [getattr(config, name, None) for config in configs for name in config.sub_configs]
-    return [config for config in configs if hasattr(config, "_attn_implementation")]
+    return [(x, x._attn_implementation) for x in copies.values() if hasattr(x, "_attn_implementation")]
 
 
 def unprepare(model: nn.Module) -> nn.Module:
@@ -107,18 +100,19 @@ def unprepare(model: nn.Module) -> nn.Module:
     The attention of its configs stays if it was changed since. The model keeps its own copy of its config.
     """
     bare = inner(model)
-    name = type(bare).__name__
-    if not hasattr(bare, "ringattn"):
-        raise ValueError(f"this {name} is not prepared; nothing is to be undone")
-    if getattr(bare.forward, "__func__", None) is not forward_of(type(bare)):
+    if not hasattr(bare, "ringattn") or getattr(bare.forward, "__func__", None) is not forward_of(type(bare)):
         raise ValueError(
-            f"the forward of this {name} was wrapped after prepare; undo that first (accelerate: "
-            "accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+            f"this {type(bare).__name__} is not prepared, or its forward was wrapped after that; undo that first "
+            "(accelerate: accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
         )
     for config, way in bare.ringattn_configs:
         if config._attn_implementation == NAME:
             config._attn_implementation_internal = way
-    restore(bare)
+    for module in bare.modules():
+        before = vars(module).pop("ringattn_before", {})
+        for name in before:
+            del vars(module)[name]
+        vars(module).update({name: x for name, x in before.items() if x is not None})
     return model
 
 
