@@ -109,7 +109,7 @@ class OverRanks(hf_trl.Answers):
         self.check_answers()
 
     def create_accelerator_and_postprocess(self) -> None:
-        config = getattr(self.args, "parallelism_config", None)
+        config: Any = getattr(self.args, "parallelism_config", None)
         if getattr(config, "cp_size", 1) > 1 and self.args.distributed_state.distributed_type == "MULTI_CPU":
             data = config.dp_replicate_size * config.dp_shard_size
             self.mesh = meshes.init_mesh(data=data, sequence=config.cp_size, device_type="cpu")
