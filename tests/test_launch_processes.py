@@ -125,13 +125,14 @@ def test_a_signal_that_a_run_was_started_to_ignore_stays_ignored():
 
 
 @pytest.mark.slow
-def test_a_terminals_interrupt_is_answered_in_a_line_while_things_are_imported(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_answered_in_a_line_while_things_are_imported(number, tmp_path):
     words = ["train", f"folder={tmp_path}", "run=a", "picture=false", "steps=2000"]
     command = subprocess.Popen(
         [sys.executable, "-m", "ringattn", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
     assert "writes to" in command.stdout.readline()  # from now on the fork server imports torch
-    os.killpg(command.pid, signal.SIGINT)
+    os.killpg(command.pid, number)
     output, _ = command.communicate(timeout=60)
     assert "stopped" in output.splitlines()[-1] and "Traceback" not in output

@@ -5,6 +5,7 @@ metrics.jsonl, checkpoints/ and picture.svg.
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,7 +25,8 @@ from ringattn.launch.train.metrics import echo, mfu, writing
 def main(words: list[str]) -> int:
     """Compose the configuration and run it where it says."""
     if not torchrun.started():
-        return configured.run(words, local)
+        with processes.handling(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):  # until there are ranks
+            return configured.run(words, local)
     torchrun.follow_launcher()
     return configured.run(words, under_torchrun)
 

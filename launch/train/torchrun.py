@@ -61,8 +61,7 @@ def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, pat
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # no other machine may connect
     limits: Any = {"timeout": None, "collective_timeout": patience}
-    with processes.handling(signal.default_int_handler, signal.SIGTERM, *processes.TERMINALS):
-        serve()  # before there are ranks, these signals are like Ctrl-C
+    serve()
     with processes.handling(forward, signal.SIGTERM, *processes.TERMINALS, signal.SIGALRM):
         try:
             return processes.run(function, ranks, *args, backend=processes.BACKENDS[device], **limits)
