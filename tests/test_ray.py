@@ -122,6 +122,7 @@ def test_a_cluster_of_one_run_listens_on_the_loopback_alone(tmp_path, undisturbe
     assert reachable() <= before
     output = run.ended()
     assert run.process.returncode == 0, output
+    assert output.count(" 60/60  loss") == 1, output
     assert run.losses() == undisturbed and (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
 
 

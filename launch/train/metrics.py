@@ -65,7 +65,8 @@ def echo(text: str, stream: Any = None, end: str = "\n") -> None:
     """Write to stderr, or another stream; if nobody reads it any more, drop the text without an error."""
     stream = stream or sys.stderr
     try:
-        print(text, file=stream, end=end, flush=True)
+        stream.write(text + end)  # Ray Train's `print` would show it twice
+        stream.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
