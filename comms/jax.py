@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -150,6 +150,46 @@ def joined(x: Any, dim: int) -> Any:
     """The inverse of `pieces`."""
     x = jnp.moveaxis(x, 0, dim)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+
+
+def relay(
+    axis: MeshAxis, start: Any, onward: Callable[[Any, Any], Any], reverse: bool,
+    work: Callable[[Any], Any], given: Any, made: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """An exclusive scan of `start` [pieces, ...] over the ranks, and work(given) written into `made` meanwhile.
+
+    As `ringattn.comms.scan.Relay`: `onward(i, x)` turns piece i into what the next rank gets, while piece i + 1
+    arrives; only the first rank's `start` counts; `reverse` begins at the last rank. All ranks rotate in every step,
+    and ignore what arrives outside their turn. Beside each rotation a share of the chunks is computed; the first dims
+    of `given` and `made` count the chunks.
+    """
+    n, chunks = len(start), len(jax.tree.leaves(given)[0])
+    place = axis.size - 1 - axis.rank if reverse else axis.rank
+    senders = range(1, axis.size) if reverse else range(axis.size - 1)
+    hops = axis.size - 1 + n - 1
+    share = max(1, -(-chunks // hops))  # chunks beside a hop
+    busy = -(-chunks // share)
+
+    def stored(last: Any, x: Any, t: Any) -> tuple[Any, Any]:
+        i = t - place
+        at = jnp.clip(i, 0, n - 1)
+        return at, last.at[at].set(jnp.where(i == at, x, last[at]))
+
+    def hop(carry: Any, t: Any, beside: bool) -> tuple[Any, None]:
+        x, last, made = carry
+        at, last = stored(last, x, t)
+        (arriving,) = axis.rotate((onward(at, x),), -1 if reverse else 1, senders).wait()
+        if beside:  # the last share may overlap with the one before
+            done = work(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, t * share, share), given))
+            arriving, done = lax.optimization_barrier((arriving, done))  # see ringattn.jax.attention.ring
+            made = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, t * share, 0), made, done)
+        return (jnp.where(place == 0, start[jnp.minimum(t + 1, n - 1)], arriving), last, made), None
+
+    carry = start[0], start, made
+    for ticks, beside in ((jnp.arange(busy), True), (jnp.arange(busy, hops), False)):
+        carry = lax.scan(partial(hop, beside=beside), carry, ticks)[0] if len(ticks) else carry
+    x, last, made = carry
+    return stored(last, x, hops)[1], made
 
 
 def axis_names(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

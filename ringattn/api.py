@@ -89,17 +89,16 @@ def linear_attention(
                     at most 0; -inf forgets all
     beta            [B, T, H], in [0, 2]
     initial_state   the state before the first token, the same on every rank; its gradient is this rank's share (for
-                    global JAX arrays: all of it). With docs it may be the state before each document, in torch
-    return_state    True, False, or in torch with docs "documents": the state behind each document's last token. True
-                    means the same if initial_state is one a document. The state behind an empty document is that
-                    before it
+                    global JAX arrays: all of it). With docs it may be the state before each document
+    return_state    True, False, or with docs "documents": the state behind each document's last token. True means the
+                    same if initial_state is one a document. The state behind an empty document is that before it
     docs            packed documents: where one begins the state is its initial state; if initial_state is one a row,
                     it is that of the row's first document, even an empty one, and zero for the others. States of
                     documents come row by row, as many for each row: document i of row b has number
                     b * (documents of a row) + i, and rows with fewer end in empty ones
     scale           of q; 1 / sqrt(K) by default
     kernel          auto, triton or chunkwise; in JAX auto, pallas (TPUs) or chunkwise
-    scan            how states travel from rank to rank: auto, gather, ring or pipeline; in JAX gather
+    scan            how states travel from rank to rank: auto, gather, ring or pipeline
     check           check every gate and beta, which waits for the device; by default on CPUs only
     """
     refuse(of_unknown("linear_attention", unknown, LINEAR), plan)

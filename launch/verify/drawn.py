@@ -164,16 +164,14 @@ def linear(r: random.Random, words: Words, device: str) -> None:
     if words["layout"] not in ways and r.random() < 0.9:
         words["layout"] = r.choice([name for name in ways if device != "jax" or name in LAYOUTS])
     scans = ways.get(words["layout"], WAYS) if r.random() < 0.9 else WAYS
-    scans = scans if device != "jax" else ("gather",)
     words["words"] = {"scan": r.choice(["auto", *scans]), "scale": r.choice([None, 0.5])}
     if r.random() < 0.3 and device != "jax":
         words["words"]["check"] = True
     if r.random() < 0.6:
         rows, count = r.choice([1, words["batch"]]), r.randint(1, 6)
         words["lengths"] = [pieces(r, words["seq_len"], count, 1, r.random() < 0.3) for _ in range(rows)]
-        by_document = device != "jax"
-        words["state"] = r.choice([None, "row", *["document"] * 2 * by_document])
-        words["words"]["return_state"] = r.choice([True, *["documents"] * by_document])
+        words["state"] = r.choice([None, "row", "document", "document"])
+        words["words"]["return_state"] = r.choice([True, "documents"])
     far = 0.5 if words["dtype"] == "float16" else 4.0
     v, d = (r.choice([0.0, r.uniform(-far, far)]) for _ in "vd")
     words["powers"] = {"v": v, "state": v, "dout": d, "dend": d, "g": r.uniform(-2, 1)}

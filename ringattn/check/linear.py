@@ -44,8 +44,6 @@ def of_scan(plan: Plan, scan: str) -> str | None:
         return problem
     if uneven(plan):
         return f"scan={scan!r}: in layout={plan.layout!r} maps go straight to the ranks that need them; leave scan out"
-    if plan.framework == "jax":
-        return f"scan={scan!r} is for torch: in JAX every device gets the states of all; leave scan out"
     return f"scan={scan!r} in layout={plan.layout!r}, which passes the {plan.ring} ranks in another order: use 'gather'"
 
 

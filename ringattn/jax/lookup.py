@@ -58,7 +58,9 @@ def spoiled(x: Array, *starts: Any) -> Array:
     """`x` with NaN in rows of the batch whose traced ids have more documents than there is room for."""
     for each in starts:
         if each is not None and not isinstance(each, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating):
-            x = jnp.where((each[:, -1] < 0).reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+            bad = each[:, -1] < 0
+            bad = bad if len(bad) == 1 else jnp.repeat(bad, x.shape[0] // len(bad))  # a state a document
+            x = jnp.where(bad.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
     return x
 
 

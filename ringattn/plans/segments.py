@@ -51,8 +51,8 @@ def passes(plan: Plan) -> int:
 
 
 def ways(plan: Plan) -> tuple[str, ...]:
-    """How states may travel: around the ring only if they pass its ranks in turn, and not in JAX."""
-    return ("auto",) if uneven(plan) else WAYS if passes(plan) and plan.framework == "torch" else ("gather",)
+    """How states may travel: around the ring only if they pass its ranks in turn."""
+    return ("auto",) if uneven(plan) else WAYS if passes(plan) else ("gather",)
 
 
 def layouts(ring: int, ulysses: int) -> dict[str, tuple[str, ...]]:

@@ -3,38 +3,37 @@
     B batch   T this device's tokens   P segments a device   R = B * P rows   N chunks
     H heads   K key dim   V value dim
 
-Every device gets the maps of all segments, and composes those before its own. In `jax.numpy` (`on_device`) XLA lets the
-products within chunks run beside that. On TPUs a kernel computes forward (`by_kernel`): once to find what this device
-does to the state, if there are others, and once from the state that arrives. Kept for backward are the inputs and the
-state before each chunk; all else is worked out again, chunk by chunk.
+In `jax.numpy` (`on_device`) the states travel (states.py) beside the products within chunks. On TPUs a kernel computes
+forward (`by_kernel`): once to find what this device does to the state, if there are others, and once from the state
+that arrives. Kept for backward are the inputs and the state before each chunk; all else is worked out again, chunk by
+chunk.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention.function import real_tokens
 from ringattn.jax.attention.steps import first_order, local_positions, numbered
 from ringattn.jax.attention.ulysses import cleared
+from ringattn.jax.linear.documents import Documents
+from ringattn.jax.linear.states import STATES, exchange, summed
 from ringattn.jax.lookup import entry, up_to
-from ringattn.jax.sharding import sequence_axes
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import jax_chunkwise as chunkwise
 from ringattn.kernels.linear import pallas
-from ringattn.kernels.linear.jax_chunkwise import CHUNK, Map, composed, walk
+from ringattn.kernels.linear.jax_chunkwise import CHUNK
 from ringattn.kernels.varying import axes_of, vary
 from ringattn.plans.plan import Plan
-from ringattn.plans.segments import BEFORE, order, segments
+from ringattn.plans.segments import BEFORE, Way, choose, segments
 
 Arrays = tuple[Array, Array, Array, Array | None, Array | None, Array | None]  # q, k, v, gates, beta, initial state
-STATES = "states"  # what jax.checkpoint finds the states before chunks by
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,9 @@ class Call:
 
     plan: Plan
     scale: float
-    returns_state: bool
+    scan: str
+    returns: str  # which states: "", "rows" or "documents"
+    by_document: bool  # whether states are one a document
     docs_padded: bool
     kernel: str
 
@@ -97,101 +98,54 @@ def begins(plan: Plan, starts: Array, batch: int) -> Array:
     return begin.reshape(-1, begin.shape[-1])
 
 
+def way_of(call: Call, x: Segments) -> Way:
+    """How states travel; a symbolic batch counts as one row."""
+    states = prod(n for n in (x.batch, *x.start.shape[1:3]) if isinstance(n, int))
+    factor = 1 if x.beta is None else x.k.shape[-1]
+    return choose(call.plan, call.scan, states * x.start.dtype.itemsize, x.v.shape[-1], factor)
+
+
 def on_device(call: Call, arrays: Arrays, starts: Any, precomputed: Array | None = None) -> tuple[Array, Array | None]:
-    """Its tokens in, its tokens' output back, and the state behind the last token of all.
+    """Its tokens in, its tokens' output back, and the state behind the last token of all, or of each document.
 
     The states before chunks may be `precomputed` (see `exchange`).
     """
-    x = Segments.of(call, arrays, starts)
+    plan, x = call.plan, Segments.of(call, arrays, starts)
     q, k = (jnp.repeat(each, x.v.shape[2] // each.shape[2], 2) for each in (x.q, x.k))  # a copy for each value head
-    q, k, v = chunkwise.chunks(q) * call.scale, chunkwise.chunks(k), chunkwise.chunks(x.v)
-    g, begin = chunkwise.gates(x.v, x.g), chunkwise.begins(x.begin)
-    beta = None if x.beta is None else chunkwise.chunks(x.beta[..., None])
+    v, g, beta, begin, start = x.v, x.g, x.beta, x.begin, x.start
+    documents = Documents(plan, numbered(starts), x.batch, segments(plan)) if call.by_document else None
+    if documents:
+        begin, initial, start = None, documents.initial(start), jnp.zeros_like(start, shape=(x.batch, *start.shape[1:]))
+        by_chunk: Any = (None if each is None else documents.by_chunk(each) for each in (q, k, v, g, beta))
+        q, k, v, g, beta = by_chunk
+    g, begin = chunkwise.gates(v, g), chunkwise.begins(begin)
+    beta = None if beta is None else chunkwise.chunks(beta[..., None])
+    q, k, v = chunkwise.chunks(q) * call.scale, chunkwise.chunks(k), chunkwise.chunks(v)
     written = chunkwise.written(k, v, g, beta, begin)
     maps = chunkwise.maps_of(k, v, written, g, begin)
-    before, end = exchange(call.plan, maps, x.start, precomputed)
-    inner = chunkwise.within((q, k, written, g), begin)
+    entered = maps
+    if documents:
+        first = documents.of_chunks(initial)
+        entered = documents.entered(maps, first)
+    within = chunkwise.within, ((q, k, written, g), begin)
+    before, end, inner = exchange(plan, way_of(call, x), entered, start, *within, precomputed)
+    if documents:
+        before = documents.replaced(first, before)
+        if call.returns:
+            end = summed(documents.ends(maps, before, initial), plan)
     out = chunkwise.joined(chunkwise.passing(q, g, begin, inner, before), q.shape[0] * CHUNK)
-    return x.joined(out), end if call.returns_state else None
+    return x.joined(documents.by_token(out) if documents else out), end if call.returns else None
 
 
-def exchange(plan: Plan, maps: Map, start: Array, precomputed: Array | None = None) -> tuple[Array, Array]:
-    """The state before each chunk [N, R, H, K, V], and the one behind the whole sequence.
-
-    `maps` is what each chunk does, [N, R, ...]; `start` is before the first of all, the same on every device. If the
-    states before chunks are `precomputed`, nothing is exchanged and the state behind is 0; gradients are the same.
-    """
-    before, end = states(plan, False, *vary((maps, start), axes_of(maps, start)), precomputed)
-    return before, summed(end, plan)
-
-
-def summed(end: Array, plan: Plan) -> Array:
-    """Over the axes that cut the sequence; one of size 1 only where it counts as different along it."""
-    if not isinstance(plan.ring_axis, MeshAxis):
-        return end
-    sizes, varying = plan.ring_axis.mesh.shape, axes_of(end)
-    names = tuple(name for name in sequence_axes(plan) if sizes[name] > 1 or name in varying)
-    return lax.psum(end, names) if names else end
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def states(plan: Plan, reverse: bool, maps: Map, start: Array, precomputed: Array | None = None) -> tuple[Array, Array]:
-    """The state before each chunk, and behind all, on the device that the walk ends at, zeros elsewhere.
-
-    `start` is the same on every device, and so it is in reverse: every device gets the sum of those ends.
-    """
-    if precomputed is not None:
-        return precomputed, vary(jnp.zeros_like(start), axes_of(maps, start))
-    if plan.ring * plan.ulysses == 1:
-        return walk(maps, start, reverse)
-    before, end = across(plan, reverse, composed(maps, reverse), start)
-    return walk(maps, before, reverse)[0], end
-
-
-def forward(plan: Plan, reverse: bool, maps: Map, start: Array, precomputed: Array | None) -> tuple[Any, Any]:
-    before, end = states(plan, reverse, maps, start, precomputed)
-    before = checkpoint_name(before, STATES)
-    return (before, end), (maps, before)
-
-
-def backward(plan: Plan, reverse: bool, saved: Any, given: Any) -> tuple[Map, Array, None]:
-    """The gradient of the state behind a chunk is factor * (that behind the next one) + (what read the state there)."""
-    (maps, before), (dbefore, dend) = saved, given
-    dbehind, dstart = states(plan, not reverse, maps.transposed(dbefore), dend)
-    return Map(maps.factor_gradient(before, dbehind), dbehind), dstart, None
-
-
-states.defvjp(forward, backward)
-
-
-def across(plan: Plan, reverse: bool, local: Map, start: Array) -> tuple[Array, Array]:
-    """The state before each segment of this device [R, H, K, V], and the end of `states`; all segments are composed."""
-    parts, places = segments(plan), order(plan)[:: -1 if reverse else 1]
-    at = np.array([(ring * plan.ulysses + ulysses) * parts + part for ring, ulysses, part in places])
-
-    def everywhere(x: Array) -> Array:
-        """[R, ...] of every device as [their segments, B, ...]."""
-        every = x[None]
-        for axis in (plan.ulysses_axis, plan.ring_axis):
-            every = axis.all_gather(every).wait()
-        every = jnp.moveaxis(every.reshape(len(every), -1, parts, *x.shape[1:]), 2, 1)
-        return every.reshape(-1, *every.shape[2:])
-
-    before, end = walk(jax.tree.map(lambda x: everywhere(x)[at], local), start)
-    ring, ulysses = plan.ring_axis.rank, plan.ulysses_axis.rank
-    mine = np.argsort(at).astype(np.int32).reshape(plan.ring, plan.ulysses, parts)
-    before = jnp.moveaxis(before[jnp.asarray(mine)[ring, ulysses]], 0, 1)
-    is_last = (ring == places[-1][0]) & (ulysses == places[-1][1])
-    return before.reshape(-1, *before.shape[2:]), jnp.where(is_last, end, 0)
-
-
-def kernel_of(kernel: str, plan: Plan, q: Array, v: Array) -> str:
+def kernel_of(kernel: str, plan: Plan, q: Array, v: Array, by_document: bool) -> str:
     """The kernel that runs: for "auto" the TPU's where it serves, else jax.numpy."""
     problem = None
     if plan.device not in ("tpu", "cpu"):
         problem = f"it is a TPU kernel (interpreted on CPUs), and the device is {plan.device}"
     elif q.dtype not in (jnp.float32, jnp.bfloat16):
         problem = f"it takes float32 and bfloat16, not {q.dtype}"
+    elif by_document:
+        problem = "it has no states of documents (initial_state or return_state one a document)"
     elif not all(isinstance(n, int) for n in q.shape):
         problem = f"the shape {q.shape} has symbols"
     elif max(q.shape[-1], v.shape[-1]) > pallas.MAX_DIM:
@@ -239,7 +193,8 @@ def in_two_passes(call: Call, keep: bool, arrays: Arrays, starts: Any) -> tuple[
     before, behind = x.start, None
     if plan.ring * plan.ulysses > 1:
         maps = jax.tree.map(lambda each: each[None], pallas.segment(rows, interpret))
-        (before,), behind = exchange(plan, maps, x.start)
+        nothing = jnp.zeros(1), None
+        (before,), behind, _ = exchange(plan, way_of(call, x), maps, x.start, lambda each, _: each, nothing)
     out, end, *kept = pallas.outputs(rows, before, call.scale, keep, interpret)
     end = summed(end, plan) if behind is None else behind
-    return x.joined(out), end if call.returns_state else None, kept[0] if kept else None
+    return x.joined(out), end if call.returns else None, kept[0] if kept else None

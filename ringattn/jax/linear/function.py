@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
 from ringattn.jax.attention.function import filled, is_eager
 from ringattn.jax.check import of_dtypes
-from ringattn.jax.linear.device import STATES, Arrays, Call, by_kernel, kernel_of, on_device
+from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_device
+from ringattn.jax.linear.states import STATES
 from ringattn.jax.lookup import spoiled
 from ringattn.jax.sharding import located, on_every_device
 from ringattn.kernels.arrays import accumulator
@@ -50,15 +51,12 @@ def linear_attention(
     problem = problem_of(arrays, plan, docs, scale, kernel, scan, length)
     raise_if(problem or of_numbers(log_decay, beta, plan, docs, check))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    several = returned_states(return_state, initial_state, docs, q.shape[0]) == "documents"
-    if several or by_document(initial_state, docs, q.shape[0]):
-        raise NotImplementedError(
-            "states one a document are computed in torch only; in JAX give each document a row of the batch"
-        )
+    returns = returned_states(return_state, initial_state, docs, q.shape[0])
+    documents = returns == "documents" or by_document(initial_state, docs, q.shape[0])
     eager = is_eager(q)
-    docs = filled(docs) if eager else docs
-    kernel = kernel_of(kernel, plan, q, v)
-    call = Call(plan, scale, bool(return_state), docs is not None and docs.padded, kernel)
+    docs = filled(docs) if eager and not documents else docs
+    kernel = kernel_of(kernel, plan, q, v, documents)
+    call = Call(plan, scale, scan, returns, documents, docs is not None and docs.padded, kernel)
 
     def cuts(tokens: P) -> Any:
         state = P(tokens[0], tokens[2])
