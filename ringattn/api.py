@@ -32,7 +32,7 @@ def attention(
     """softmax(scale * q k^T) v over the whole sequence, exact, whichever rank holds which part of it.
 
     q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] are this rank's tokens under `plan` (see `Plan.shard`); G divides
-    H. Without a plan they are the whole sequence, on one device.
+    H. Without a plan they are the whole sequence: on one device, or, for jax arrays, on the mesh of their sharding.
     Returns out [B, T, H, V] in q's dtype, and with `return_lse` also lse [B, T, H], the natural log-sum-exp in float32,
     differentiable.
 

@@ -5,7 +5,7 @@ And the programs of calls: what runs on every device, on arrays that lie so.
 
 from functools import lru_cache, partial
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -301,33 +301,76 @@ def dealt(x: Array, layout: Layout, dim: int, back: bool) -> Array:
 
 
 def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = False) -> tuple[Plan, bool]:
-    """The plan of a call, and whether its arrays are one device's part."""
+    """The plan of a call, without one that of its arrays' sharding, and whether they are one device's part."""
     raise_if(of_shapes(q, k, v, linear))
-    if plan is None:
-        raise_if(next(filter(None, (of_mesh(name, x) for name, x in (("q", q), ("k", k), ("v", v)))), None))
-        return plan_alone(q.shape[1], k.shape[1]), True
+    given, plan = plan, plan or plan_where(placed_alike(q, k, v), q.shape[1], k.shape[1])
     if plan.framework != "jax":
         raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
     inside = not isinstance(plan.ring_axis, MeshAxis) or is_local(plan)
-    if not inside:
+    if given and not inside:
         check_context(plan)
     return plan, inside
 
 
-def of_mesh(name: str, x: Array) -> str | None:
-    """Why an array needs a plan: it is neither on one device, nor one device's part inside a shard_map."""
-    there: Any = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
-    named = isinstance(there, NamedSharding)
-    kinds, size = (there.mesh.axis_types, there.mesh.size) if named else ((), len(there.device_set))
-    if (size <= 1 and AxisType.Explicit not in kinds) or (AxisType.Manual in kinds and not any(there.spec)):
+class Placed(NamedTuple):
+    """The axes of a mesh that cut the batch, the tokens and the heads of an array [B, T, H, D]; none are ()."""
+
+    mesh: Mesh | AbstractMesh
+    batch: tuple[str, ...]
+    tokens: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    def __str__(self) -> str:
+        mesh = self.mesh
+        where = "" if isinstance(mesh, AbstractMesh) else f" of {mesh.size} devices from {mesh.devices.flat[0]} on"
+        return f"batch {self.batch}, tokens {self.tokens}, heads {self.heads}{where}"
+
+
+def placed_alike(q: Array, k: Array, v: Array) -> Placed | None:
+    """The sharding of q, k and v, if they are on a mesh; None on one device, and for local arrays inside shard_map."""
+    placements = {name: placement(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    if any(at is not None and isinstance(at.mesh, AbstractMesh) for at in placements.values()):  # some are traced
+        placements = {name: at and at._replace(mesh=at.mesh.abstract_mesh) for name, at in placements.items()}
+    if len(set(placements.values())) > 1:
+        cuts = "; ".join(f"{name}: {'one device' if at is None else at}" for name, at in placements.items())
+        raise ValueError(f"without a plan, q, k and v need equal shardings, but are cut by {cuts}; use jax.reshard")
+    return placements["q"]
+
+
+def placement(name: str, x: Array) -> Placed | None:
+    """The sharding of `x`, from its type or from a concrete array; one that only the compiler knows is refused."""
+    traced = isinstance(x, jax.core.Tracer)
+    there: Any = jax.typeof(x).sharding if traced else x.sharding
+    if not isinstance(there, NamedSharding):
+        if there.is_fully_replicated:
+            return None
+        raise ValueError(
+            f"{name} is on {len(there.device_set)} devices, and its sharding names no axes ({there}); put it on a "
+            "mesh with jax.device_put and a NamedSharding, or give a plan"
+        )
+    mesh = there.mesh
+    alone = mesh.size <= 1 and AxisType.Explicit not in mesh.axis_types  # the types of explicit axes must agree
+    if alone or (AxisType.Manual in mesh.axis_types and not any(there.spec)):
         return None
-    return f"{name} is on a mesh of {size} devices ({there}): give a plan of it, ringattn.plan(mesh, seq_len=...)"
+    if traced and AxisType.Auto in mesh.axis_types:
+        raise ValueError(
+            f"what cuts {name} is not known while it is traced (jit, grad, vmap): axes of its mesh {mesh.axis_names} "
+            "are automatic; give a plan (ringattn.plan(mesh, ...)), or make the mesh with AxisType.Explicit"
+        )
+    batch, tokens, heads, dim = [*map(names_of, there.spec), (), (), (), ()][:4]
+    if dim:
+        raise ValueError(f"the head dim of {name} is cut by {dim}; attention needs whole heads: use jax.reshard")
+    return Placed(mesh, batch, tokens, heads)
 
 
 @lru_cache(maxsize=256)
-def plan_alone(seq_len: int, key_len: int) -> Plan:
-    """The plan of arrays on one device."""
-    return Plan(seq_len, key_len=key_len, axes=Ranks(Solo("ring"), Solo("ulysses"), "jax", platform(None)))
+def plan_where(placed: Placed | None, seq_len: int, key_len: int) -> Plan:
+    """The plan of tokens in their own order: a contiguous ring over the axes that cut them, if any do."""
+    if placed is None:
+        return Plan(seq_len, key_len=key_len, axes=Ranks(Solo("ring"), Solo("ulysses"), "jax", platform(None)))
+    ring, cuts = MeshAxis(placed.tokens, placed.mesh), (placed.batch, placed.heads)
+    axes = Ranks(ring, MeshAxis((), placed.mesh), "jax", platform(placed.mesh), cuts=cuts)
+    return Plan(seq_len, ring.size, key_len=key_len, axes=axes)
 
 
 def on_every_device(

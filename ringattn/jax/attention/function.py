@@ -61,7 +61,8 @@ def attention(
 ) -> Any:  # fmt: skip
     """softmax(scale * q k^T) v on global arrays in the plan's order (`Plan.shard`); inside shard_map, on local ones.
 
-    Without a plan they are on one device, in the sequence's own order.
+    Without a plan they are in the sequence's own order, on the mesh that their sharding names: a contiguous ring over
+    the axes that cut the tokens, none if nothing does.
     """
     plan, inside = located(q, k, v, plan)
     spec = AttentionSpec() if spec is None else spec

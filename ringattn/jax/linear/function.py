@@ -42,8 +42,8 @@ def linear_attention(
 ) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t, on global arrays in the plan's order.
 
-    Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are on one device, in
-    the sequence's own order.
+    Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are in the
+    sequence's own order, on the mesh that their sharding names.
     """
     plan, inside = located(q, k, v, plan, linear=True)
     arrays = q, k, v, log_decay, beta, initial_state
