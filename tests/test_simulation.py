@@ -179,6 +179,8 @@ def test_wrong_words_are_refused(argv, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_the_command_says_what_a_slow_rank_costs_and_who_is_last(capsys):
+def test_the_command_draws_the_timeline_and_says_what_a_slow_rank_costs(capsys):
     assert words.main(["simulate", "machine=internet", "ranks=2", "slow=rank0:0.8"]) == 0
-    assert re.search(r"they cost \+[\d.]+%\nrank \d is the last", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    last, lines = re.search(r"rank (\d) is the last", printed)[1], re.findall(r" rank (\d) ([#.-]+)", printed)
+    assert "cost +" in printed and len(lines) == 2 and len(dict(lines)[last]) == max(len(marks) for _, marks in lines)

@@ -7,7 +7,7 @@ kept: 16,384 ranks in a ring have 268 million steps, forward and again backward.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 
 import numpy as np
@@ -168,3 +168,18 @@ def play(
         one_pass = played.gather_pass if plan.strategy == "gather" else played.ring_pass
         played.finish = played.heads(one_pass(steps, each, played.heads(played.finish, each)), each)
     return played
+
+
+def timeline(played: Played, ranks: Mapping[int, str], width: int = 84) -> list[str]:
+    """Text: of watched ranks, by number, when each computes (#), waits (.), and sends after its last step (-)."""
+    scale, lines = width / played.seconds, []
+    for number, name in ranks.items():
+        spans = played.steps[1:, :, played.watched.index(number)].T
+        last, end = (int(x * scale) for x in (spans.max(), played.finish.ravel()[number]))
+        marks = list(("." * last + "-" * (end - last)).ljust(width)[:width])
+        for begun, ended in spans:
+            if ended > begun:
+                some = range(int(begun * scale), min(width, max(int(begun * scale) + 1, int(ended * scale))))
+                marks[some.start : some.stop] = "#" * len(some)
+        lines.append(f"{name:>12} {''.join(marks)}")
+    return lines
