@@ -65,7 +65,7 @@ def compared(asked: Asked) -> tuple[Option, ...]:
     def order(option: Option) -> tuple[Any, ...]:
         cost = option.cost
         alike = asked.docs is not None and cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
-        return cost.memory > asked.machine.memory, not alike, cost.received if alike else cost.seconds
+        return not cost.fits(asked.machine.memory), not alike, cost.received if alike else cost.seconds
 
     return tuple(sorted(options, key=order))
 

@@ -75,6 +75,29 @@ def seen_pairs(
     return every + whole + cut_short
 
 
+def queries_seeing(
+    layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None, ranks: np.ndarray
+) -> np.ndarray:  # fmt: skip
+    """[first or stop, rank, block]: between which of its queries some of a ranks's see some of a block."""
+    table = all_ranges([shards(layout)[rank] for rank in ranks])
+    blocks, length, ring = ranges(key_layout), layout.shard_len, key_layout.ring
+    between = np.array([np.full((len(ranks), ring), length), np.zeros((len(ranks), ring), int)])
+    bands = all_bands(spec, layout.length, key_layout.length, docs)
+    at, which, first, last = overlaps(table, bands.start, bands.stop)
+    band, far = bands.some(at), first - bands.start[at]
+    begin, end = band.begin + band.lean * far, band.end + band.rise * far  # of the run's first query
+    run, block_range, *_ = overlaps(blocks, begin, end + band.rise * (last - first))
+    low = np.where(band.rise[run] > 0, np.maximum(blocks.starts[block_range] - end[run] + 1, 0), 0)
+    high = np.where(band.lean[run] > 0, blocks.stops[block_range] - begin[run] - 1, length * ring)
+    step, run_first = table.steps[0], (table.offsets - table.starts)[which]
+    if step > 1:  # of stripes all are between the first and the last
+        run_first, first, last, low, high = 0 * first, 0 * first, 0 * last + length - 1, 0 * low, 0 * high + length
+    cell = table.owners[which][run], blocks.owners[block_range]
+    np.minimum.at(between[0], cell, (run_first + first)[run] + low)
+    np.maximum.at(between[1], cell, run_first[run] + np.minimum(last[run], first[run] + high) + 1)
+    return between
+
+
 @lru_cache(maxsize=64)
 def shards(layout: Layout) -> list[Shard]:
     return [layout.shard(rank) for rank in range(layout.ring)]

@@ -13,7 +13,7 @@ import numpy as np
 from ringattn.layouts.layout import Layout
 from ringattn.masks.bands import all_bands
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.plans.cost import seen_pairs, shards
+from ringattn.plans.cost import queries_seeing, seen_pairs, shards
 from ringattn.steps.reads import Reads, seen
 from ringattn.steps.table import Row, Table, Transfers, build, grouped, joined
 
@@ -50,7 +50,9 @@ class Steps:
     readers: Row
     first: Row  # [phase]: its first step
     count: int
+    taken: Row  # [reader, step]: not the empty steps of its host
     # of steps [begin, end): what is computed, and its reads; blocks from other hosts for them; sums that then go home
+    cells: Callable[[int, int], tuple[Cells, Row]]  # with the blocks that are met
     met: Callable[[int, int], tuple[Cells, Transfers]]
     hops: Callable[[int, int], Transfers]
     homes: Callable[[int, int], Transfers]
@@ -88,19 +90,40 @@ class Steps:
         _, reads = self.met(0, self.count)
         return self.summed(reads.source, reads.needed_at, reads.tokens)
 
+    @cached_property
+    def returned(self) -> Row:
+        """Tokens of its own block whose sums are sent home from those that held them last, after each step."""
+        homes = self.homes(0, self.count + 1)
+        return self.summed(np.searchsorted(self.readers, homes.destination), homes.send_at - 1, homes.tokens)
+
+    @cached_property
+    def queries(self) -> Row:
+        """Queries from the first to the last that sees some keys."""
+        low, high = queries_seeing(*self.ring[:4], self.readers)
+        (reader, step, _), block = self.cells(0, self.count)
+        begin, end = np.full(self.pairs.shape, self.ring.queries.shard_len), np.zeros(self.pairs.shape, int)
+        np.minimum.at(begin, (reader, step), low[reader, block])
+        np.maximum.at(end, (reader, step), high[reader, block])
+        return np.maximum(end - begin, 0)
+
 
 class OfTable(Steps):
     """Those of all ranks."""
 
     def __init__(self, ring: Ring, table: Table, pairs: Row):
         self.ring, self.readers, self.first, self.count = ring, np.arange(table.ring), table.first, table.count
-        self.table, self.pairs_of = table, pairs
+        self.table, self.pairs_of, step = table, pairs, np.arange(table.count)
+        phase = np.searchsorted(table.first, step, "right") - 1
+        self.taken = (step - table.first[phase] < table.busy[:, phase]).repeat(table.size, 0)
+
+    def cells(self, begin: int, end: int) -> tuple[Cells, Row]:
+        when = self.table.when
+        reader, block = np.nonzero((begin <= when) & (when < end))
+        return (reader, when[reader, block], self.pairs_of[reader, block]), block
 
     def met(self, begin: int, end: int) -> tuple[Cells, Transfers]:
-        when, reads = self.table.when, self.table.reads
-        reader, block = np.nonzero((begin <= when) & (when < end))
-        cells = reader, when[reader, block], self.pairs_of[reader, block]
-        return cells, reads.some((begin <= reads.needed_at) & (reads.needed_at < end))
+        reads = self.table.reads
+        return self.cells(begin, end)[0], reads.some((begin <= reads.needed_at) & (reads.needed_at < end))
 
     def hops(self, begin: int, end: int) -> Transfers:
         at = self.table.hops.needed_at
@@ -129,17 +152,24 @@ class OfWholeBlocks(Steps):
         self.first, self.count = np.arange(phases) * busy, phases * busy
         self.columns = np.repeat(self.distances, len(ranks)), np.tile(ranks, phases)  # how many hosts and ranks before
         self.step = np.repeat(self.first, len(ranks)) + np.tile(within, phases)
+        self.taken = np.broadcast_to(True, (len(readers), self.count))
 
-    def met(self, begin: int, end: int) -> tuple[Cells, Transfers]:
+    def cells(self, begin: int, end: int) -> tuple[Cells, Row]:
         some = slice(*np.searchsorted(self.step, (begin, end)))
         away, before = (x[some] for x in self.columns)
         pairs = self.pairs_at[away * self.size + before]
         column, reader = np.nonzero(pairs)
-        rank, before, step = self.readers[reader], before[column], self.step[some][column]
-        source = rank // self.size * self.size + (rank - before) % self.size
+        rank = self.readers[reader]
+        source = rank // self.size * self.size + (rank - before[column]) % self.size
         block = (source - away[column] * self.size) % self.ring.size
-        reads = self.whole(*(x[before > 0] for x in (step - 1, step, source, rank, block)))
-        return (reader, step, pairs[column, reader].astype(float)), reads
+        return (reader, self.step[some][column], pairs[column, reader].astype(float)), block
+
+    def met(self, begin: int, end: int) -> tuple[Cells, Transfers]:
+        (reader, step, pairs), block = self.cells(begin, end)
+        rank = self.readers[reader]
+        source = rank // self.size * self.size + block % self.size
+        reads = self.whole(*(x[source != rank] for x in (step - 1, step, source, rank, block)))
+        return (reader, step, pairs), reads
 
     def hops(self, begin: int, end: int) -> Transfers:
         phases = np.arange(1, len(self.first))[slice(*np.searchsorted(self.first[1:], (begin, end)))]

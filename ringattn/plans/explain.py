@@ -54,7 +54,7 @@ def table(options: Sequence[Option], machine: Machine, gpus: int) -> list[str]:
         route = plan.transport.route if plan.ring > 1 and plan.strategy == "ring" and plan.framework == "torch" else "-"
         times = (f"{number(1e3 * x):>8}" for x in (cost.forward.seconds, cost.backward.seconds, cost.exposed))
         moved = (f"{number(x / 1e6):>9}" for x in cost.received)
-        memory = number(cost.memory / 1e9) + "!" * (cost.memory > machine.memory)
+        memory = number(cost.memory / 1e9) + "!" * (not cost.fits(machine.memory))
         numbers = f"{''.join(times)}{''.join(moved)}{memory:>8}{cost.imbalance:>6.2f}"
         lines.append(f"  {way_of(plan):<16} {plan.layout:<11}{route:<7}{numbers}")
     if (more := len(options) - TABLE_ROWS) > 0:
@@ -77,7 +77,7 @@ def data_of(options: Sequence[Option], machine: Machine, gpus: int) -> dict[str,
         | {"route": plan.transport.route, "kernel": kernel}
         | {"forward": cost.forward._asdict(), "backward": cost.backward._asdict()}
         | {name: getattr(cost, name) for name in of_cost}
-        | {"fits": cost.memory <= machine.memory}
+        | {"fits": cost.fits(machine.memory)}
         for plan, kernel, cost in options
     ]
     about = {"machine": machine.name, "source": machine.source, "gpus_a_host": gpus, "memory": machine.memory}

@@ -1,11 +1,12 @@
-"""The memory of a rank at the peak of a call, forward and backward: a fold of the steps of all ranks.
+"""The memory of a rank at the peak of a call, forward and backward, counted tensor by tensor.
 
-Held are q, k, v, out, the lse and the gradient of out. Backward adds keys that travel, gradients, and what a kernel
-needs beside them, as `ringattn.torch.attention` allocates them. tests/test_predict.py holds it against measured peaks,
-and against what the ring's loop allocates.
+It goes through the steps of the table, and follows what `ringattn.torch.attention` allocates and frees in each, so a
+change there belongs here too. Held are q, k, v, out, the lse and the gradient of out; backward adds keys that travel,
+gradients, and what a kernel needs beside them. All ranks at once, as numpy arrays. tests/test_predict.py holds it
+against measured peaks, and against what the ring's loop allocates.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,23 +16,22 @@ from ringattn.plans.plan import Plan
 from ringattn.plans.recipe import HALVES_FROM, SIDE_STREAM_UP_TO
 
 
-class Sizes:
-    """Bytes a token of the heads of a rank that are computed together, by which kernel."""
+class Sizes(NamedTuple):
+    """Bytes a token of the heads that are computed together, and which kernel computes them."""
 
-    def __init__(self, plan: Plan, shape: Shape, kernel: str, low_precision: bool):
-        item, batch = shape.itemsize, shape.batch
-        self.groups = plan.groups_for(shape) if plan.swaps else 1
-        heads, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, self.groups)
-        self.shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < self.groups  # the groups' key head
-        self.queries, self.keys = plan.tokens.shard_len, plan.keys.tokens.shard_len
-        self.q, self.out = (batch * heads * dim * item for dim in (shape.head_dim, shape.value_dim))
-        self.kv = shape.kv_bytes(1, kv_heads)
-        self.full = shape.kv_bytes(1, heads)  # if there were as many key heads as of queries
-        self.rows = 4 * batch * heads
-        self.exact = max(1.0, 4 / item)  # sums over inputs
-        self.travel = 1.0 if low_precision or item > 2 else 2.0  # gradients that travel over inputs
-        self.halves = kv_heads >= 2 and self.queries >= HALVES_FROM  # of local heads, first and last
-        self.kernel, self.ours = kernel, not low_precision  # ours gives gradients in float32, libraries as the inputs
+    queries: int  # of a rank
+    keys: int
+    q: float
+    out: float
+    kv: float
+    full: float  # of keys and values, if there were as many heads as of queries
+    rows: float  # 4 bytes a query head
+    exact: float  # sums over inputs: 2 if those have 16 bits
+    travel: float  # gradients that travel over inputs
+    halves: bool  # key heads can be cut into halves
+    kernel: str
+    ours: bool  # our kernel, which gives gradients in float32; those of libraries have the dtype of inputs
+    mostly_local: bool  # as in `Recipe`
 
     def beside(self, queries: Any, keys: Any) -> Any:
         """What a library needs while it computes gradients of so many queries and keys.
@@ -40,7 +40,7 @@ class Sizes:
         float32, too. cuDNN does not say what it takes; so much fits most shapes in benchmarks/plans-h100.jsonl.
         """
         if self.ours:
-            return 0.0 * queries
+            return 0.0
         grouped = self.full > self.kv
         if self.kernel == "fa4":
             return queries * (2 * self.q + 2 * self.rows) + keys * 2 * self.kv * grouped
@@ -52,102 +52,187 @@ class Sizes:
         return self.queries * self.ours * (2 * self.rows + (self.out + self.rows) * (self.exact == 1))
 
 
+class Live:
+    """The bytes that are allocated, and the most that were."""
+
+    def __init__(self, now: Any):
+        self.now = self.most = np.asarray(now, float)
+
+    def take(self, nbytes: Any) -> Any:
+        self.now = self.now + nbytes
+        self.most = np.maximum(self.most, self.now)
+        return nbytes
+
+    def free(self, nbytes: Any) -> None:
+        self.now = self.now - nbytes
+
+
+class Parts:
+    """One or two gradients in parts, as `ringattn.kernels.total.Total`; `whole` are the bytes of their sum."""
+
+    def __init__(self, live: Live, whole: Any, tensors: int = 2):
+        self.live, self.whole, self.tensors = live, whole, tensors
+        self.nbytes = self.summed = 0 * live.now
+
+    def add(self, nbytes: Any, summed: bool = False) -> None:
+        """Another part, which is allocated already; `summed`: if it is the first, later ones may be added to it."""
+        self.summed = self.summed + summed * (self.nbytes == 0) * (nbytes > 0)
+        self.nbytes = self.nbytes + nbytes
+
+    def fold(self, of: Any = True) -> None:
+        """Parts of more than 1.5 times the sum are added up."""
+        self.total(of & (2 * self.nbytes > 3 * self.whole))
+
+    def total(self, of: Any = True) -> None:
+        """All parts are added up, `of` these ranks: into the first one, if it is a sum."""
+        for _ in range(self.tensors):
+            self.live.take(of * (self.summed == 0) * self.whole / self.tensors)
+            self.live.free(of * (self.nbytes - self.whole * (self.summed > 0)) / self.tensors)
+        self.nbytes, self.summed = np.where(of, self.whole, self.nbytes), np.maximum(self.summed, of)
+
+
 def peak(plan: Plan, shape: Shape, steps: Steps, kernel: str, low_precision: bool, mostly_local: bool) -> float:
     """Bytes of the rank that holds most."""
-    each, local, item = Sizes(plan, shape, kernel, low_precision), plan.local_len, shape.itemsize
-    given = float(local * shape.batch * item * shape.heads * (shape.head_dim + 2 * shape.value_dim))  # q, out, dout
+    item, batch, groups = shape.itemsize, shape.batch, plan.groups_for(shape) if plan.swaps else 1
+    heads, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
+    shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < groups
+    both, n, keys, local = (
+        shape.head_dim + shape.value_dim,
+        plan.tokens.shard_len,
+        plan.keys.tokens.shard_len,
+        plan.local_len,
+    )
+    each = Sizes(
+        n, keys, batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item,
+        batch * kv_heads * both * item, batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item),
+        1.0 if low_precision or item > 2 else 2.0, kv_heads >= 2, kernel, not low_precision, mostly_local,
+    )  # fmt: skip
+    given = float(local * batch * item * shape.heads * (shape.head_dim + 2 * shape.value_dim))  # q, out, its gradient
     given += shape.kv_bytes(plan.keys.local_len, shape.kv_heads)
-    given += local * shape.batch * shape.heads * (4 if item == 2 else 8)  # the lse
+    given += local * batch * shape.heads * (4 if item == 2 else 8)  # the lse
     if plan.ulysses > 1:  # what entered is kept
-        given += each.groups * each.queries * (each.q + each.out)
-        given += (1 if each.shared else each.groups) * each.keys * each.kv
+        given += groups * n * (each.q + each.out) + (1 if shared else groups) * keys * each.kv
     if plan.strategy == "gather" and plan.ring > 1:
-        return given + gather_peak(each, plan.ring, not plan.keys.tokens.in_order)
-    two = steps.count == 2 and len(steps.first) == 1 and kernel == "fa4" and mostly_local
-    # as in `Recipe.keeps`: keys that arrive are here since forward
-    kept = two and (each.queries <= SIDE_STREAM_UP_TO or int(steps.received[:, 1].max()) < each.queries)
-    most = ring_peak(each, steps, kept)
-    return given + (most if plan.ulysses == 1 else ulysses_peak(each, plan.ulysses, most))
+        return given + gather_peak(each, plan.ring, groups, not plan.keys.tokens.in_order)
+    live = Live(np.zeros(len(steps.readers)))
+    replay_ring(live, each, steps)
+    most = float(live.most.max())
+    return given + (most if plan.ulysses == 1 else ulysses_peak(each, plan.ulysses, groups, most, shared))
 
 
-def ring_peak(each: Sizes, steps: Steps, kept: bool) -> float:
-    """Backward of one group of heads over a ring, step by step, in the order in which they run.
+def bound(plan: Plan, shape: Shape, steps: Steps) -> float:
+    """More than `peak` for any kernel: no tensor of queries, own keys or the keys of a step is allocated as often.
 
-    In every step there are the keys of it and of the next one, gradients so far and its own, and what the kernel needs.
-    Gradients of remote keys leave while the next step runs, and those of local keys arrive. A phase begins with the
-    block that is here, or ends with it if the kernel is a library's. `kept`: keys that arrive are here since forward.
+    A library may hold keys, and their gradients, for every query head.
     """
+    keys, kv_heads = plan.keys.tokens.shard_len, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
+    keys = keys * plan.ring if plan.strategy == "gather" else keys + int(steps.received.max())
+    repeated = shape.kv_bytes(keys, shape.heads // plan.ulysses)
+    return 8.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads)) + 3.0 * repeated
+
+
+def replay_ring(live: Live, each: Sizes, steps: Steps) -> None:
+    """Backward of one group of heads over a ring, phase by phase, as `ringattn.torch.attention.ring` carries it out."""
     of_queries, of_keys = each.queries * each.q, each.keys * each.kv
+    live.take(each.prepared)
     if steps.count == 1:  # nothing travels, and nothing is added to the gradients
-        return float(each.prepared + of_queries + of_keys + each.beside(each.queries, each.keys))
-    local = np.isin(np.arange(steps.count), steps.first)
-    phase = np.cumsum(local) - 1
-    order = np.arange(steps.count) if each.ours else np.lexsort((local, phase))
-    blocks = np.column_stack([0 * steps.received[:, 0] + each.keys, steps.received[:, steps.first[1:]]])
-    received, sent, pairs = (x[:, order] for x in (steps.received, steps.sent, steps.pairs))
-    local, block = local[order], blocks[:, phase]
-    same = np.append(False, phase[1:] == phase[:-1])  # as the step before
-
-    def before(x: np.ndarray) -> np.ndarray:
-        return np.roll(x, 1, 1) * same
-
-    moved, some = np.where(local, 0, received), pairs > 0
-    halved = 0.5 * (each.halves and not kept and not each.ours) * (np.bincount(phase) > 1)[phase]
-    share = some * np.where(local, 1 - halved, 1.0)  # the other half of local gradients is computed first
-    # queries from the first to the last that sees any: in stripes and at home all, under a window or documents twice
-    # as many as would see all of these keys
-    tokens, ring = np.where(local, block, moved), steps.ring
-    many = 1 if ring.docs is None and ring.spec.window is None else 2
-    rows = np.minimum(many * pairs / np.maximum(tokens, 1), each.queries)
-    rows = np.where((phase == 0) & local | (ring.queries.shard(0)[0].step > 1), each.queries, rows) * share
-    tokens, made = tokens * share, each.exact if each.ours else 1.0
-    keys = moved * each.kv * (not kept)
-    keys = keys + np.roll(keys, -1, 1) * np.roll(same, -1)
-    grads, arriving = tokens * each.kv * made, sent * each.kv * each.travel
-    copied = tokens * ~local * each.kv * each.travel * (each.travel != made)
-    early = halved * ~same  # of local gradients, at the first step of a phase
-    if each.ours:
-        dq, added = np.full(grads.shape, of_queries * each.exact), before(arriving + grads * local)
-    else:
-        dq = in_parts(rows * each.q + early * of_queries, 0 * rows + of_queries * each.exact, same | True)
-        added = before(arriving) + early * block * each.kv
-    sums = in_parts(added, block * each.kv * each.exact, same)
-    computing = sums
-    if not each.ours:  # what was sent and received for the step before is still there
-        computing = before(sums + arriving + (copied if copied.any() else grads * ~local)) + early * block * each.kv
-        computing = computing + each.beside(rows, tokens)
-    own = (sums + arriving + (grads if not each.ours or not same.any() else 0))[:, [phase.searchsorted(1) - 1]]
-    # over hosts: two blocks, and in float32 sums of this rank's own block, of this one, of the next and the one before
-    following = np.column_stack([blocks[:, 1:], 0 * blocks[:, :1]])[:, phase] * (phase < phase[-1])
-    previous = (phase > 1) * blocks[:, phase - 1]
-    base = each.prepared + following * each.kv + (phase > 0) * (own + block * each.kv)
-    base = base + kept * steps.received[:, 1:2] * each.kv + dq
-    moving = (previous + (phase > 1) * block) * each.kv * each.exact
-    most = base + keys + grads + moving + np.maximum(computing, sums + arriving + copied)
-    ending = base + (phase > 0) * (2 * block + following + previous) * each.kv * each.exact
-    last = each.prepared + dq[:, -1:] + own + of_queries  # in the dtype of the inputs
-    return float(max(most.max(), ending.max(), last.max()))
+        live.take(of_queries + of_keys + each.beside(each.queries, each.keys))
+        return
+    kept = keeps(each, steps)
+    live.take(kept * steps.received[:, 1] * each.kv)
+    dq, own = Parts(live, of_queries * each.exact, 1), Parts(live, of_keys * each.exact)
+    ends, arriving = [*steps.first[1:].tolist(), steps.count], steps.received[:, steps.first]
+    block, sums, nothing = np.full(len(steps.readers), each.keys), own, 0 * live.now
+    # keys of another rank; sums that are sent; room for those that come with a block, and come home
+    room, sent, with_block, returning = nothing, nothing, nothing, nothing
+    for p in largest(arriving):
+        following = nothing if p + 1 == len(ends) else arriving[:, p + 1]
+        onward = live.take(following * each.kv)
+        replay_phase(live, each, steps, range(steps.first[p], ends[p]), dq, sums, block, kept)
+        if p:
+            sums.add(with_block)
+            sums.total()
+            with_block = live.take(following * each.kv * each.exact)
+            own.add(returning)
+            returning = live.take(steps.returned[:, ends[p] - 1] * each.kv * each.exact)
+            live.free(sent)
+            sent = sums.nbytes
+        live.free(room)
+        room, block = onward, following
+        sums = Parts(live, block * each.kv * each.exact)
+    live.free(sent)
+    own.add(returning)
+    for nbytes, parts, share in ((of_queries, dq, 1.0), (of_keys / 2, own, 0.5), (of_keys / 2, own, 0.5)):
+        live.take(nbytes)  # in the dtype of the inputs, one after the other
+        live.free(parts.nbytes * share)
 
 
-def in_parts(added: np.ndarray, whole: np.ndarray, same: np.ndarray) -> np.ndarray:
-    """[rank, step]: the bytes of a sum whose parts are added up if they are more than 1.5 times the `whole`."""
-    if added.shape[1] > EXACT:  # about so much, without a loop over very many steps
-        return np.minimum(np.cumsum(added, 1), 1.5 * whole)
-    total, totals = 0 * added[:, 0], 0 * added
-    for s in range(added.shape[1]):
-        total = total * same[s] + added[:, s]
-        total = np.where(2 * total > 3 * whole[:, s], whole[:, s], total)
-        totals[:, s] = total
-    return totals
+def keeps(each: Sizes, steps: Steps) -> bool:
+    """Whether the keys that arrive are here since forward: `Recipe.keeps`."""
+    two = steps.count == 2 and len(steps.first) == 1
+    may = two and each.mostly_local and each.kernel == "fa4"
+    return may and (each.queries <= SIDE_STREAM_UP_TO or int(steps.received[:, 1].max()) < each.queries)
 
 
-def ulysses_peak(each: Sizes, ulysses: int, ring: float) -> float:
+def largest(sizes: np.ndarray) -> list[int]:
+    """Of very many steps or phases [rank, number] of these sizes: the first, the last, and those about the largest."""
+    count, most = sizes.shape[1], int(sizes.max(0).argmax()) if sizes.size else 0
+    some = {0, 1, most - 1, most, most + 1, count - 2, count - 1}
+    return [i for i in range(count) if count <= EXACT or i in some]
+
+
+def replay_phase(
+    live: Live, each: Sizes, steps: Steps, which: range, dq: Parts, sums: Parts, block: np.ndarray, kept: bool
+) -> None:
+    """The steps while a block of so many tokens is here, whose first is of that block; in the order of backward."""
+    received, sent = steps.received, steps.sent
+    others = [which[1 + i] for i in largest(received[:, which[1:]])]
+    halved = bool(others) and not each.ours and each.halves and each.queries >= HALVES_FROM and not kept
+    order = [which[0]] * (each.ours or halved) + others + [which[0]] * (not each.ours)
+    copied = each.travel != (each.exact if each.ours else 1.0)  # to travel in another dtype
+    leaving = arriving = 0 * live.now  # gradients on their way from here, and to here
+
+    def keys_of(s: int) -> Any:
+        return live.take(received[:, s] * each.kv * (s != which[0] and not kept))
+
+    def settle(some: Any) -> None:
+        """Gradients of these ranks that travelled are here: those of the readers are parts of the sums."""
+        nonlocal leaving, arriving
+        sums.add(arriving * some)
+        sums.fold(some)
+        live.free(leaving * some)
+        leaving, arriving = leaving * ~some, arriving * ~some
+
+    current = keys_of(order[0])
+    for s, following in zip(order, [*order[1:], which[0]], strict=True):
+        upcoming, local = keys_of(following), s == which[0]
+        if each.ours:
+            settle(steps.taken[:, s])
+        work = (steps.pairs[:, s] > 0) * (0.5 if halved and local else 1.0)
+        queries, tokens = work * steps.queries[:, s], work * (block if local else received[:, s])
+        new = (dq.summed == 0) * work * each.queries * each.q * each.exact if each.ours else queries * each.q
+        made = tokens * each.kv * (each.exact if each.ours else 1.0)
+        live.free(live.take(made + new + each.beside(queries, tokens)) - made - new)
+        dq.add(new, summed=each.ours)
+        if local:
+            sums.add(made, summed=each.ours)
+        else:
+            settle(received[:, s] + sent[:, s] > 0)
+            arriving = arriving + live.take(sent[:, s] * each.kv * each.travel)
+            leaving = leaving + (live.take(tokens * each.kv * each.travel) if copied else made)
+        dq.fold()
+        live.free(made * (copied and not local) + current)
+        current = upcoming
+    live.free(leaving)
+    sums.add(arriving)
+
+
+def ulysses_peak(each: Sizes, ulysses: int, groups: int, ring: float, shared: bool) -> float:
     """The peak while heads enter, are computed, which takes `ring`, and leave.
 
     While one group is computed, the next one enters, and gradients of the one before leave.
     """
-    groups, shared, away = each.groups, each.shared, (ulysses - 1) / ulysses
-    dout, of_keys = each.queries * each.out, each.keys * each.kv
+    away, dout, of_keys = (ulysses - 1) / ulysses, each.queries * each.out, each.keys * each.kv
     grads = each.queries * each.q + of_keys * (not shared)
     leaving = grads * (1 + away)  # with room for what comes
     stages = [groups * grads + leaving + of_keys * (2 + away) * shared]
@@ -158,9 +243,9 @@ def ulysses_peak(each: Sizes, ulysses: int, ring: float) -> float:
     return max(stages) + of_keys * each.exact * shared  # sums over the groups
 
 
-def gather_peak(each: Sizes, ring: int, reorders: bool) -> float:
+def gather_peak(each: Sizes, ring: int, groups: int, reorders: bool) -> float:
     """The peak where all keys are here at once; their gradients are summed in float32 and go home a group behind."""
-    groups, every, own = each.groups, each.keys * ring * each.kv, each.keys * each.kv * each.exact
+    every, own = each.keys * ring * each.kv, each.keys * each.kv * each.exact
     of_queries, sums, leaving = each.queries * each.q * each.exact, own * ring, own * (ring - 1)
     wide, stages = of_queries + sums, []
     made = wide if each.ours else wide / each.exact + max(wide, each.beside(each.queries, each.keys * ring))

@@ -6,6 +6,9 @@ after the other, at the same time as the work:
     seconds = max over steps i of (arrival of i + work of i and of all later steps)
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
 from math import gcd, log
 from typing import Any, NamedTuple
 
@@ -15,7 +18,7 @@ from ringattn.masks.bands import work_of
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import Shape, kv_heads_of_a_rank, of_heads
 from ringattn.plans.course import Ring, Steps, course
-from ringattn.plans.footprint import peak
+from ringattn.plans.footprint import bound, peak
 from ringattn.plans.machine import Machine
 from ringattn.plans.plan import Plan
 from ringattn.plans.recipe import see_mostly_local
@@ -38,13 +41,23 @@ class Spent(NamedTuple):
         return max(0.0, self.seconds - self.work)
 
 
-class Cost(NamedTuple):
+@dataclass(frozen=True)
+class Cost:
     """What a plan takes for attention of one layer."""
 
     forward: Spent
     backward: Spent
-    memory: float  # bytes of a rank at the peak of backward
+    count: Callable[[], float]  # of `memory`: of many candidates few are asked for it
+    bound: float  # `memory` is no more
     imbalance: float  # work of the busiest rank over the mean
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes of a rank at the peak of backward."""
+        return self.count()
+
+    def fits(self, nbytes: float) -> bool:
+        return self.bound <= nbytes or self.memory <= nbytes
 
     @property
     def seconds(self) -> float:
@@ -172,5 +185,5 @@ def predict(
         both.append(one_pass(plan, shape, steps, machine, Pass(plan, shape, spec, docs, machine, rates, back), back))
     work = steps.pairs.sum(1)
     mostly_local = see_mostly_local(spec, docs, shape.batch, plan.tokens.shard_len)
-    memory = peak(plan, shape, steps, rates.kernel, rates.low_precision, mostly_local)
-    return Cost(both[0], both[1], memory, float(work.max() / max(work.mean(), 1.0)))
+    count = partial(peak, plan, shape, steps, rates.kernel, rates.low_precision, mostly_local)
+    return Cost(both[0], both[1], count, bound(plan, shape, steps), float(work.max() / max(work.mean(), 1.0)))
