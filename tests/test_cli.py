@@ -97,6 +97,8 @@ def test_a_benchmark_prints_each_row_as_it_comes(argv):
         ([], "blocks come by route direct, over symmetric memory; in backward gradients in"),
         (["hosts=2"], "blocks come by route levels, over nccl"),
         (["strategy=gather", "groups=2"], "heads exchanged in 2 groups ("),
+        (["explain=call", "rank=1"], "ring rank 1: batch 1, 32 query and 8 key heads"),
+        (["explain=call", "device=tpu"], "  step 2: keys of rank r - 2; meanwhile keys go to rank r + 1 and gradients"),
     ],
     ids=" ".join,
 )

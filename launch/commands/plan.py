@@ -4,7 +4,9 @@ Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128
 With sequence=N instead of ring and ulysses, the plan chooses both. `machine=h100` names the description by which times
 and memory are predicted, or a file; without one it is that of H200s. The steps show which rank works when, and what
 travels. With docs=LENGTHS the work is that of packed documents. With device=tpu, or where torch is not installed, the
-plan is one for JAX. The mask is drawn.
+plan is one for JAX. The mask is drawn. explain=call shows instead what one rank does in a call of attention:
+groups of heads, every step with its ranges of keys, who reads what of this rank meanwhile, dtypes on the way, and
+kernels. In JAX it shows the program of all ranks, whose arguments documents are (on GPUs they are part of it).
 """
 
 from collections import namedtuple
@@ -24,9 +26,11 @@ from ringattn.masks.bands import bounds_at, families
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import seen_pairs
 from ringattn.plans.machine import ITEMS, Machine, load, of_device
-from ringattn.plans.mask import Mask, reads_of, table_of
+from ringattn.plans.mask import Mask, among_all, reads_of, table_of
 from ringattn.plans.plan import Plan
+from ringattn.plans.recipe import Recipe
 from ringattn.plans.sizes import Transport
+from ringattn.plans.spmd import SharedRecipe
 
 RANKS_LIMIT = 65536
 RING_LIMIT = 1024  # of longer rings no documents are shown, since what each pair of ranks works on is counted
@@ -105,11 +109,18 @@ class Options(Common):
     hosts: int | None = option(None, "hosts, each with as many consecutive ranks; without sizes, all their GPUs")
     device: str = option("cuda", "the kind of ranks, unless machine= says it", among=("cuda", "cpu", "tpu"))
     json: bool = option(False, "print everything as JSON")
+    explain: str = option(
+        "plan", "the candidates and the steps of all ranks, or a call on one rank", among=("plan", "call")
+    )
+    rank: int = option(0, "with explain=call: the rank on the ring", least=0)
 
 
 def run(options: Options) -> int:
     """Print the plan and its steps."""
     spec, docs, plan = options.spec, options.docs_of(options.seq_len), of_options(options)
+    if options.explain == "call":
+        print(recipe(options, plan, spec, docs))
+        return 0
     print(plan.explain(json=options.json))
     if options.json:
         return 0
@@ -136,6 +147,23 @@ def of_options(options: Options) -> Plan:
         raise ValueError(f"hosts={options.hosts} do not divide {ranks} ranks; hosts have equally many of them")
     sizes = factored(ranks) if options.sequence or whole else [(options.ring, options.ulysses)]
     return options.planned(options.seq_len, sizes, machine, device, ranks // options.hosts if options.hosts else None)
+
+
+def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None) -> Recipe:
+    """What a rank of the plan decides about a call with batch 1."""
+    if options.rank >= plan.ring:
+        raise ValueError(f"rank={options.rank}: the ranks of the ring are 0 to {plan.ring - 1}")
+    dtype = options.dtype_on(plan.device)
+    shape = plan.shape(ITEMS[dtype])
+    assert shape is not None, plan
+    if plan.framework == "torch":
+        return Recipe(Mask(plan, spec, docs), shape, plan.device, dtype, rank=options.rank)
+    from ringattn.jax.attention import steps
+
+    fixed = docs is None or not docs.plain or steps.cut_of(plan) is not None
+    mask = Mask(plan, spec, docs if fixed else None, among=None if fixed else among_all(spec, docs, None))
+    rectangles = fixed and steps.tables_of(mask) is not None
+    return SharedRecipe(mask, shape, plan.device, dtype, static=fixed, rectangles=rectangles)
 
 
 def cells(spec: AttentionSpec, docs: Docs | None, length: int) -> list[str]:

@@ -1,10 +1,10 @@
-"""The recipe of a call: all that one rank decides before anything moves or computes. Plain Python.
+"""The recipe of a call: all that one rank decides before anything moves or computes. Plain Python; print it.
 
 It depends on the plan, the spec, the documents and the shapes, never on the numbers in tensors. A framework carries it
 out, step by step. `spmd.py` has that of JAX, where all ranks run one program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -16,6 +16,7 @@ from ringattn.kernels import TABLE, Kernel, Problem, select
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.rates import LONG_MASK, mask_of
 from ringattn.kernels.sequences import sequences_of
+from ringattn.layouts.dealing import joined
 from ringattn.layouts.layout import Shard, to_local
 from ringattn.masks.bands import work_of
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -272,6 +273,40 @@ class Recipe:
                 return error
         return None
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    @property
+    def wide(self) -> str:
+        """The dtype of sums."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def head(self, who: str) -> Iterator[str]:
+        """The call, in whole."""
+        shape, mask = self.shape, self.mask
+        groups = f" in {self.groups} groups, one of which travels while another is computed" * (self.groups > 1)
+        heads = f"{shape.heads} query and {shape.kv_heads} key heads of {shape.head_dim}, values of {shape.value_dim}"
+        docs = "no documents" if mask.among is None else "any documents, which are arguments of the program"
+        yield f"{self.plan}"
+        yield f"  {mask.spec}; {docs if mask.docs is None else mask.docs}"
+        yield f"  {who}: batch {shape.batch}, {heads}, {self.dtype} on {self.device}{groups}"
+
+    def lines(self) -> Iterator[str]:
+        yield from self.head(f"ring rank {self.rank}")
+        grads = self.dtype if self.low_precision else self.wide
+        passes = [("forward", self.forward, f"keys and values travel in {self.dtype}")]
+        if self.gradients:
+            what = "the same" if not self.keeps else "those of forward are kept"
+            passes.append(("backward", self.backward, f"{what}, and their gradients in {grads}"))
+        for name, pass_, what in passes:
+            travels = f"; {what}" * (pass_.single is None or self.gathers)
+            yield f"{name}: kernel {pass_.kernel.name}{travels}"
+            for i, step in enumerate(pass_.steps, start=1):
+                yield f"  step {i}: {line_of(step)}"
+                onward = step.phase.onward
+                if (i == len(pass_.steps) or pass_.steps[i].phase is not step.phase) and onward and onward.send:
+                    yield f"  then: {sum(map(len, onward.send))} tokens go {onward.shift} ranks on"
+
 
 def see_mostly_local(spec: AttentionSpec, docs: Docs | None, batch: int, shard: int) -> bool:
     """Whether most queries see their own rank's keys alone, in most layouts: in one row of documents, or with a window
@@ -321,3 +356,23 @@ def kind_of(
     pairs = int(work_of(spec, *lengths, docs, key_docs).below(lengths[0]))
     count = 1 if docs is None else len(docs.starts)
     return "long" if pairs >= LONG_MASK * lengths[0] * count else "short"
+
+
+def line_of(step: Step) -> str:
+    """What is here in a step, and what others read meanwhile."""
+    texts = [f"keys {in_words(step.keys)}" if step.blocks else "no work"]
+    if step.heads:
+        texts[0] = f"query heads {step.heads[0].start or 0} to {step.heads[0].stop or 'the last'}, " + texts[0]
+    if step.queries:
+        texts[0] += f", of queries that see {'some' if step.queries.see else 'none'} of those that arrive"
+    if step.receive:
+        texts.append(f"from {', '.join(f'rank {rank}' for rank in step.receive)}")
+    texts += [f"rank {to} reads {in_words(ranges)} of block {step.phase.block}" for to, ranges in step.send.items()]
+    return "; ".join(texts)
+
+
+def in_words(shard: Sequence[range], most: int = 4) -> str:
+    """Ranges as people read them."""
+    ranges = joined(shard)
+    each = [f"[{r.start}, {r.stop}){f' by {r.step}' * (r.step > 1)}" for r in ranges[:most]]
+    return " ".join(each) + f" and {len(ranges) - most} more" * (len(ranges) > most)

@@ -1,9 +1,10 @@
-"""The recipe of a call in JAX, where all ranks of a ring run one program, in step. Plain Python.
+"""The recipe of a call in JAX, where all ranks of a ring run one program, in step. Plain Python; print it.
 
 Whole blocks travel, from rank to rank, in rotations: all ranks send to the rank so many places on, but for those whose
 block nobody needs any more. The program has a step for every distance at which some rank sees something.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
@@ -95,3 +96,53 @@ class SharedRecipe(Recipe):
 
     def problem(self, rectangles: bool) -> Problem:
         return replace(super().problem(rectangles), static=self.static)
+
+    def lines(self) -> Iterator[str]:
+        kernel, route = self.chosen[0], route_of(self.mask)
+        travels = self.gathers or bool(route.hops)
+        yield from self.head("each rank r of the ring, in one program")
+        yield f"forward: kernel {kernel.name}{f'; keys and values travel in {self.dtype}' * travels}"
+        yield from ["  step 1: all keys, which come at once"] if self.gathers else self.step_lines(route.forward)
+        if not self.gradients:
+            return
+        yield f"backward: kernel {kernel.name}{f'; the same, and sums of their gradients in {self.wide}' * travels}"
+        if self.gathers:
+            yield "  step 1: all keys, which come at once; then their gradients are added up and scattered home"
+        elif not travels:
+            yield from self.step_lines(route.forward)
+        else:
+            halves = kernel.load().halves is not None
+            yield f"  first: {'dq of keys of rank r' if halves else 'no work'}{self.beside(keys=route.hops[0])}"
+            yield from self.step_lines(route.backward)
+            yield f"  last: {'dk and dv of ' * halves}keys of rank r{self.beside(gradients=route.home)}"
+
+    def step_lines(self, course: Sequence[tuple[Flight, list[int]]]) -> Iterator[str]:
+        """The steps, those of a loop in one line."""
+        first = 1
+        for flight, distances in course:
+            last = first + len(distances) - 1
+            what = f"step {first}" if first == last else f"steps {first} to {last}"
+            ranks = in_words([-distance for distance in distances], rank_at)
+            yield f"  {what}: keys of {ranks}{self.beside(keys=flight.keys, gradients=flight.grads)}"
+            first = last + 1
+
+    def beside(self, **hops: Rotation | None) -> str:
+        """What travels beside a step."""
+        texts = []
+        for what, hop in hops.items():
+            if hop is not None:
+                some = f" from {in_words(hop.senders, str)}" * (len(hop.senders) < self.plan.ring)
+                texts.append(f"{what} go to rank {rank_at(hop.shift)}{some}")
+        return f"; meanwhile {' and '.join(texts)}" * bool(texts)
+
+
+def rank_at(offset: int) -> str:
+    """A rank, seen from rank r."""
+    return "r" if offset == 0 else f"r {'+' if offset > 0 else '-'} {abs(offset)}"
+
+
+def in_words(ranks: Sequence[int], name: Callable[[int], str]) -> str:
+    names = [name(rank) for rank in ranks]
+    if len(ranks) > 2 and abs(ranks[-1] - ranks[0]) == len(ranks) - 1:
+        return f"ranks {names[0]} to {names[-1]}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}"
