@@ -83,6 +83,7 @@ def test_the_parallel_form_equals_the_recurrence(gate, lengths):
 def test_the_chunkwise_form_equals_the_recurrence(gate, lengths, dtype, limit, memory, rule, monkeypatch):
     if memory == "again":  # one chunk at a time, and states computed again in every pass
         monkeypatch.setattr(chunkwise, "AT_ONCE", 1)
+        monkeypatch.setattr(chunkwise, "MAX_KEPT", 0)
     given, begin = inputs(T, gate, dtype, **rule), begins(lengths, T)
     check(results(given, None if begin is None else begin.int()), truth(T, gate, lengths, dtype, **rule), limit)
 

@@ -5,19 +5,19 @@
 Within a chunk every pair of tokens (i, j <= i) needs the decay between them. Cut the chunk in halves, those in halves
 and so on: exactly one cut separates a pair, and its decay is that from j to the cut times that from the cut to i. Both
 are sums of gates that start at the cut. So all exponents are <= 0, and no precision is lost, as it would be if sums
-from the chunk's start were subtracted. Between chunks a state is carried. Autograd finds the gradients of a chunk. That
-of a gate is a sum over the pairs that it lies between; nothing cancels.
+from the chunk's start were subtracted. Between chunks a state is carried. A gate's gradient is a sum over the pairs
+that it lies between; nothing cancels.
 
 The delta rule writes u_i = beta_i (v_i - what k_i reads) in the place of v_i. k_i reads the state before the chunk and
 the u of earlier tokens, so u solves a triangular system, and is linear in that state: u = U - W state. With u all is as
-without the delta rule.
+without the delta rule. Backward, k is a second query, whose output has the gradient -dv.
 
 A few chunks are computed at a time, so that the working set is small and stays in the processor's cache.
 """
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from ringattn.kernels.linear.maps import (
     Map,
     Scan,
     ShapeAndDtype,
+    of_keys,
     of_values,
     resolve,
 )
@@ -38,6 +39,7 @@ from ringattn.kernels.protocol import LinearKernel
 
 CHUNK = 64
 AT_ONCE = 2**18  # the size of one tensor of the working set
+MAX_KEPT = 2**25  # chunks' maps of up to this size are kept between two passes; larger ones are recomputed
 
 
 class Decays(NamedTuple):
@@ -85,12 +87,15 @@ class FewChunks:
         return weights(self.q, self.k, self.d)
 
     @cached_property
+    def reads(self) -> Tensor:
+        """The weight of u_j in what k_i reads: of earlier tokens only."""
+        return weights(self.k, self.k, self.d).tril(-1)
+
+    @cached_property
     def solved(self) -> tuple[Tensor, Tensor]:
         """U [B, H, N, C, V] and W [B, H, N, C, K] of the delta rule."""
-        reads = weights(self.k, self.k, self.d)  # of u_j in what k_i reads, where only earlier tokens count
         rhs = self.beta * torch.cat([self.v, self.k * self.d.from_start], -1)
-        solution = torch.linalg.solve_triangular((self.beta * reads).tril(-1), rhs, upper=False, unitriangular=True)
-        u, w = solution.split([self.v.shape[-1], self.k.shape[-1]], -1)
+        u, w = solve(self.beta * self.reads, rhs).split([self.v.shape[-1], self.k.shape[-1]], -1)
         return u, w
 
     def values(self, before: Tensor) -> Tensor:
@@ -120,13 +125,17 @@ class FewChunks:
             return Map(self.factor, reader.mT @ dout)
         return Map(self.factor.mT, (reader - self.weights @ self.solved[1]).mT @ dout)
 
-    def out(self, u: Tensor, before: Tensor) -> Tensor:
-        """What q reads [B, H, N, C, V], given `values` and the state before each chunk."""
-        return self.weights @ u + (self.q * self.d.from_start) @ before
+    def rule_gradients(self, du: Tensor, u: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """(dv, dbeta) of the delta rule from the gradient for u."""
+        missing = self.v - (self.k * self.d.from_start) @ before - self.reads @ u  # u = beta * missing
+        dsolved = solve(self.beta * self.reads, du, transposed=True)
+        return self.beta * dsolved, (dsolved * missing).sum(-1)
 
-    def behind(self, u: Tensor, before: Tensor) -> Tensor:
-        """The state behind each chunk."""
-        return self.d.across.exp()[..., None] * before + self.written.mT @ u
+
+def solve(lower: Tensor, rhs: Tensor, transposed: bool = False) -> Tensor:
+    """(1 + lower)^-1 rhs, or that of its transpose; what `lower` holds on the diagonal and above does not count."""
+    matrix = lower.mT if transposed else lower
+    return torch.linalg.solve_triangular(matrix, rhs, upper=transposed, unitriangular=True)
 
 
 def scan_states(x: Inputs, maps: bool = True) -> Scan:
@@ -155,13 +164,12 @@ def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None)
     """
     out = x.q.new_empty(x.v.shape)
     state = resolve(start)
-    for tokens in pieces(x):
+    for n, tokens in enumerate(pieces(x)):
         few = FewChunks(cut(x, tokens))
-        before, state = walk(few.maps(), state)
+        before, state = walk(scan.saved[n] if scan.saved else few.maps(), state)
         if kept is not None:
             kept[:, :, of_chunks(tokens)] = before
-        here = few.out(few.values(before), before).flatten(2, 3)
-        out[:, tokens] = here[:, :, : tokens.stop - tokens.start].transpose(1, 2)
+        put(out, tokens, few.weights @ few.values(before) + (few.q * few.d.from_start) @ before)
     assert state is not None
     return out, state
 
@@ -170,33 +178,54 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
     """The gradients in the dtypes and shapes of their inputs, and that for the start state; `dend` is the gradient for
     the end state.
     """
-    given: dict[str, Any] = {name: t for name, t in zip(Inputs._fields[:5], x, strict=False) if t is not None}
-    grads = {name: t.new_empty(t.shape) for name, t in given.items()}
+    dq, dk, dv, dg, dbeta = (None if t is None else t.new_empty(t.shape) for t in x[:5])
+    assert dq is not None and dk is not None and dv is not None
     parts, dstate = pieces(x), resolve(dend)
-    starts = [] if isinstance(scan, Tensor) else before_pieces(x, start)
+    starts = [] if isinstance(scan, Tensor) else before_pieces(x, scan, start)
     for n, tokens in reversed(list(enumerate(parts))):
-        with torch.enable_grad():
-            piece, douts = cut(x, tokens), chunks(dout[:, tokens])
-            leaves: dict[str, Any] = {name: t[:, tokens].detach().requires_grad_() for name, t in given.items()}
-            few = FewChunks(piece._replace(**leaves))
-            if isinstance(scan, Tensor):
-                before = scan[:, :, of_chunks(tokens)].contiguous()  # other strides would give other bits
+        p, douts = FewChunks(cut(x, tokens)), chunks(dout[:, tokens])
+        if isinstance(scan, Tensor):
+            before = scan[:, :, of_chunks(tokens)].contiguous()  # other strides would give other bits
+        else:
+            before, _ = walk(scan.saved[n] if scan.saved else p.maps(), starts[n])
+        maps = rscan.saved[len(parts) - 1 - n] if rscan.saved else p.gradient_maps(douts)
+        behind, dstate = walk(maps, dstate, backward=True)
+
+        u = p.values(before)
+        dvs = p.weights.mT @ douts + p.written @ behind
+        if dbeta is not None:
+            dvs, dbetas = p.rule_gradients(dvs, u, before)
+            put(dbeta[..., None], tokens, dbetas[..., None])
+        put(dv, tokens, dvs)
+        dks = (u @ behind.mT) * p.d.to_end
+        dgs = prefix(per_gate(p.k * dks, p.d.across))
+        passing = per_gate((before * behind).sum(-1) * p.d.across.exp(), p.d.across)  # from before the chunk to behind
+        dgs = dgs + passing[..., None, :]
+        for reader, dread in [(p.q, douts)] if dbeta is None else [(p.q, douts), (p.k, -dvs)]:
+            dscores = dread @ u.mT
+            dscores = dscores if reader is p.q else dscores.tril(-1)  # k reads earlier tokens only
+            within = gradients_within(reader, p.k, dscores if p.d.seen is None else dscores * p.d.seen, p.d)
+            of_before = (dread @ before.mT) * p.d.from_start
+            dreader = of_before + within[0]
+            dks = dks + within[1]
+            dgs = dgs + within[2] + suffix(per_gate(reader * of_before, p.d.across))
+            if reader is p.q:
+                put(dq, tokens, of_keys(dreader * x.scale, dq.shape[2], 1))
             else:
-                before, _ = walk(FewChunks(piece).maps(), starts[n])  # not of `few`: sums in another order
-            behind, dstate = walk(few.gradient_maps(douts), dstate, backward=True)
-            u, inputs = few.values(before), list(leaves.values())
-            found = torch.autograd.grad([few.out(u, before), few.behind(u, before)], inputs, [douts, behind])
-        for grad, part in zip(grads.values(), found, strict=True):
-            grad[:, tokens] = part
+                dks = dks + dreader
+        put(dk, tokens, of_keys(dks, dk.shape[2], 1))
+        if dg is not None:
+            put(dg if dg.dim() == 4 else dg[..., None], tokens, dgs)
     assert dstate is not None
-    return grads["q"], grads["k"], grads["v"], grads.get("g"), grads.get("beta"), dstate
+    return dq, dk, dv, dg, dbeta, dstate
 
 
-def before_pieces(x: Inputs, start: Deferred) -> list[Tensor | None]:
+def before_pieces(x: Inputs, scan: Scan, start: Deferred) -> list[Tensor | None]:
     """The state before each piece."""
     states = [resolve(start)]
-    for tokens in pieces(x)[:-1]:
-        states.append(walk(FewChunks(cut(x, tokens)).maps(), states[-1])[1])
+    for n, tokens in enumerate(pieces(x)[:-1]):
+        maps = scan.saved[n] if scan.saved else FewChunks(cut(x, tokens)).maps()
+        states.append(walk(maps, states[-1])[1])
     return states
 
 
@@ -208,6 +237,21 @@ def weights(q: Tensor, k: Tensor, d: Decays) -> Tensor:
         corners(scores, after).copy_(i @ j.mT)
     scores.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
     return scores if d.seen is None else scores * d.seen
+
+
+def gradients_within(q: Tensor, k: Tensor, dscores: Tensor, d: Decays) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dg) of the pairs within each chunk."""
+    diagonal = dscores.diagonal(dim1=-2, dim2=-1)[..., None]
+    dq, dk, dg = diagonal * k, diagonal * q, d.from_start.new_zeros(d.to_end.shape)
+    for after, ahead in d.cuts:
+        to_i, from_j, corner = after.exp(), ahead.exp(), corners(dscores, after)
+        i, j = second(q, after) * to_i, first(k, ahead) * from_j
+        di, dj = corner @ j, corner.mT @ i
+        second(dq, after).addcmul_(di, to_i)
+        first(dk, ahead).addcmul_(dj, from_j)
+        second(dg, after).add_(suffix(per_gate(i * di, after)))
+        first(dg, ahead).add_(prefix(per_gate(j * dj, ahead)))
+    return dq, dk, dg
 
 
 def decays(like: Tensor, g: Tensor | None, begin: Tensor | None) -> Decays:
@@ -238,7 +282,7 @@ def decays(like: Tensor, g: Tensor | None, begin: Tensor | None) -> Decays:
 
 def walk(maps: Map, start: Tensor | None, backward: bool = False) -> tuple[Tensor, Tensor]:
     """The state before each chunk, [B, H, N, K, V], and the one behind the last; backward, from last to first."""
-    factor, kv = (t.detach() for t in maps)
+    factor, kv = maps
     state = torch.zeros_like(kv[:, :, 0]) if start is None else start.to(kv.dtype)
     before, N = torch.empty_like(kv), kv.shape[2]
     for n in range(N - 1, -1, -1) if backward else range(N):
@@ -248,12 +292,14 @@ def walk(maps: Map, start: Tensor | None, backward: bool = False) -> tuple[Tenso
 
 
 def scanned(x: Inputs, parts: list[slice], maps_of: Callable[[FewChunks, slice], Map], backward: bool = False) -> Scan:
-    """The map of all chunks together.
+    """The map of all chunks together; also saves those of each piece, in order, if they are not too large.
 
     By the delta rule its factor is what becomes of the unit matrix, whose columns are walked beside the state's.
     """
     (B, _, H, V), K, dtype = x.v.shape, x.k.shape[-1], accumulator(x.v)
     decay = torch.zeros((), dtype=dtype, device=x.v.device)
+    saved: list[Map] = []
+    size = 0
     state: Tensor | None = None
     if x.beta is not None:
         state = F.pad(torch.eye(K, dtype=dtype, device=x.v.device), (0, V)).expand(B, H, K, K + V)
@@ -262,8 +308,13 @@ def scanned(x: Inputs, parts: list[slice], maps_of: Callable[[FewChunks, slice],
         maps = maps_of(few, tokens)
         state = walk(maps if x.beta is None else maps._replace(kv=F.pad(maps.kv, (K, 0))), state, backward)[1]
         decay = decay + few.d.across.sum(2)
+        size += maps.kv.numel() + maps.factor.numel()
+        saved.append(maps)
+        if size > MAX_KEPT:
+            saved.clear()
     assert state is not None
-    return Scan(Map(decay.exp()[..., None], state) if x.beta is None else Map(state[..., :K], state[..., K:]))
+    whole = Map(decay.exp()[..., None], state) if x.beta is None else Map(state[..., :K], state[..., K:])
+    return Scan(whole, saved if size <= MAX_KEPT else None)
 
 
 def pieces(x: Inputs) -> list[slice]:
@@ -293,6 +344,11 @@ def of_chunks(tokens: slice) -> slice:
     return slice(tokens.start // CHUNK, -(-tokens.stop // CHUNK))
 
 
+def put(into: Tensor, tokens: slice, x: Tensor) -> None:
+    """The inverse of `chunks`."""
+    into[:, tokens] = x.flatten(2, 3)[:, :, : tokens.stop - tokens.start].transpose(1, 2)
+
+
 def begins(begin: Tensor) -> Tensor:
     """`begin` [1 or B, T] as [1 or B, 1, N, C], counted from the first token of each chunk."""
     some = torch.cat([begin, begin[:, -1:].expand(-1, -begin.shape[1] % CHUNK)], 1).unflatten(1, (-1, CHUNK))
@@ -314,6 +370,21 @@ def corners(x: Tensor, half: Tensor) -> Tensor:
     h = half.shape[-2]
     blocks = x.unflatten(-1, (-1, 2, h)).unflatten(-4, (-1, 2, h))  # [..., block, 2, h, block, 2, h]
     return blocks[..., :, 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def per_gate(x: Tensor, gates: Tensor) -> Tensor:
+    """The sum over the channels that share a gate."""
+    return x if gates.shape[-1] > 1 else x.sum(-1, keepdim=True)
+
+
+def suffix(x: Tensor) -> Tensor:
+    """sum over i >= t, along the tokens."""
+    return x.new_ones(x.shape[-2], x.shape[-2]).triu() @ x
+
+
+def prefix(x: Tensor) -> Tensor:
+    """sum over j < t, along the tokens."""
+    return x.new_ones(x.shape[-2], x.shape[-2]).tril(-1) @ x
 
 
 KERNEL = LinearKernel(scan_states, read_out, scan_gradients, gradients, states_shape)
