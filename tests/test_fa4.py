@@ -313,7 +313,9 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     back(truth, dout.double().cpu(), None if dlse is None else dlse.double().cpu())
     monkeypatch.setattr(fa4, "KEYS_A_QUERY", 0)
     once, twice = recipe.Recipe.disjoint, seed % (ring + 1) if ring > 2 else -1  # a rank, or none
-    each = lambda self, steps, kernel: steps if self.rank == twice else once(self, steps, kernel)  # noqa: E731
+    each = lambda self, steps, kernel, **_: (  # noqa: E731
+        steps if self.rank == twice else once(self, steps, kernel, work=1, sent=0, visits=9)
+    )
     monkeypatch.setattr(recipe.Recipe, "disjoint", each)
     monkeypatch.setattr(recipe, "HALVES_FROM", 0 if seed % 2 else recipe.HALVES_FROM)
     monkeypatch.setattr(recipe, "SIDE_STREAM_UP_TO", 0 if long else tokens)

@@ -90,7 +90,7 @@ def test_keys_of_every_step_increase(case, together):
     for rank in range(case.ring):
         recipe = Recipe(mask, shape, "cpu", "float32", rank=rank)
         steps = recipe.steps()
-        for each in (steps, recipe.disjoint(steps, kernel)):
+        for each in (steps, recipe.disjoint(steps, kernel, work=1, sent=0, visits=9)):
             for step in each:
                 assert not step.keys or (np.diff(positions_of(step.keys)) > 0).all()
 

@@ -137,7 +137,7 @@ class Recipe:
     def forward(self) -> Pass:
         steps = self.steps()
         kernel = self.kernel(steps)
-        return Pass(self.disjoint(steps, kernel), kernel)
+        return Pass(self.disjoint(steps, kernel, work=1, sent=1, visits=4), kernel)
 
     @cached_property
     def backward(self) -> Pass:
@@ -147,7 +147,7 @@ class Recipe:
         if self.keeps:
             steps = self.forward.steps
         elif not separable and self.plan.tokens.shard_len <= SIDE_STREAM_UP_TO:
-            steps = self.disjoint(steps, kernel)
+            steps = self.disjoint(steps, kernel, work=2.5, sent=2 if self.low_precision else 3, visits=8)
         phases = (list(of_phase) for _, of_phase in groupby(steps, key=lambda step: id(step.phase)))
         return Pass(tuple(step for of_phase in phases for step in self.in_backward(of_phase, separable)), kernel)
 
@@ -180,11 +180,15 @@ class Recipe:
         table = table_of(self.mask, plan.hosts, plan.together(self.shape, back))
         return steps_of(table, reads_of(self.mask).shards, self.rank, visible)
 
-    def disjoint(self, steps: tuple[Step, ...], kernel: Kernel) -> tuple[Step, ...]:
+    def disjoint(
+        self, steps: tuple[Step, ...], kernel: Kernel, work: float, sent: float, visits: float
+    ) -> tuple[Step, ...]:
         """The same, or two steps of which no query has keys in both, if the kernel prefers that.
 
         Queries that see keys which arrive get local keys beside these, and the first step leaves them out. Then no
-        partials merge, and a piece of a document sees its keys in one range.
+        partials merge, and a piece of a document sees its keys in one range. But what is left for the first step may
+        take less time than what travels: `work` forward passes of it, and `sent` times the keys that arrive. To visit
+        queries again takes as long as to read their partials `visits` times, as measured.
         """
         visible: Visible = steps[0].visible
         if not (self.mostly_local and in_two(steps) and kernel.load().disjoint and visible.is_plain):
@@ -198,7 +202,23 @@ class Recipe:
         local_keys = covered(*to_local(local.keys, begin[0, see], end[0, see]), local.keys)
         first = replace(local, queries=Queries(remote.keys, False))
         last = remote.beside(local_keys, self.rank, local.keys)
-        return (first, last) if are_sequences(first.where) and are_sequences(last.where) else steps
+        if not (are_sequences(first.where) and are_sequences(last.where)):
+            return steps
+        waiting = sent * self.seconds_of_keys(remote) - work * self.seconds_of_work(first)
+        partials = 4 * (self.rows or 0) * self.shape.value_dim / self.plan.machine.bandwidth  # seconds to read them
+        return (first, last) if waiting <= visits * partials else steps
+
+    def seconds_of_keys(self, step: Step) -> float:
+        """How long the keys travel that a step brings."""
+        return step.length * self.shape.kv_bytes(1, self.heads[1]) / self.plan.link.bandwidth
+
+    def seconds_of_work(self, step: Step) -> float:
+        """How long a step computes forward."""
+        if step.where is None:
+            return 0.0
+        begin, end = step.where.host
+        flops = 2 * self.heads[0] * (self.shape.head_dim + self.shape.value_dim)
+        return flops * int(np.maximum(end - begin, 0).sum()) / self.plan.machine.flops(self.shape.itemsize, 1)
 
     @property
     def mostly_local(self) -> bool:
