@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	  --config-settings editable_mode=compat --editable '.[dev,train]'  # compat: found beside a clone of that name, too
 	@touch $@
 
-test: $(READY)  ## run the tests: no GPU needed, about six minutes on two cores
+test: $(READY)  ## run the tests: no GPU needed, about four minutes on two cores
 	$(RUN)/python -m pytest $(WORKERS) -m 'not slow and not gpu and not compile' --durations=15 $(ARGS)
 
 test-slow: $(READY)  ## run what takes long, a quarter of an hour more: restarts, kernels compiled for GPUs
