@@ -31,7 +31,7 @@ from ringattn.kernels.attention.triton.blocks import (
     tanh,
     tile,
 )
-from ringattn.kernels.attention.triton.delta import prepare, stats_of
+from ringattn.kernels.attention.triton.stats import prepare, stats_of
 from ringattn.kernels.attention.triton.table import Table, Tile
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.rows import EVERY, NONE, Rows
