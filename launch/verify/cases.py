@@ -54,6 +54,7 @@ class Case:
     spans: Any = None
     parents: Any = None  # of the documents, as segments of trees
     slices: Any = None  # (queries, keys, kind) each
+    as_docs: bool = False  # whether that mask is given as docs
     kernel: str = "auto"
     plan: dict[str, Any] = field(default_factory=dict)  # further words of ra.plan and of a Transport
     words: dict[str, Any] = field(default_factory=dict)  # of linear attention
@@ -66,6 +67,7 @@ class Case:
     dtype: str = "float32"
     powers: dict[str, float] = field(default_factory=dict)  # of 10, for each input
     grads: tuple[str, ...] = ("dout", "dlse", "dend")  # which gradients come back
+    explicit: bool = False  # whether the types of JAX arrays say how the mesh cuts them
 
     def __str__(self) -> str:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
@@ -146,8 +148,9 @@ class Case:
             words = {"kernel": kernel, "return_state": True, **self.words}
             return ra.linear_attention(x["q"], x["k"], x["v"], x.get("g"), plan, beta=x.get("beta"), docs=self.docs,
                                        initial_state=x.get("state"), **words)  # fmt: skip
-        return ra.attention(x["q"], x["k"], x["v"], plan, spec=self.spec, docs=self.docs, key_docs=self.key_docs,
-                            mask=self.mask, sinks=x.get("sinks"), return_lse=True)  # fmt: skip
+        masked = {"docs": self.mask} if self.as_docs else {"docs": self.docs, "mask": self.mask}
+        return ra.attention(x["q"], x["k"], x["v"], plan, spec=self.spec, key_docs=self.key_docs,
+                            sinks=x.get("sinks"), return_lse=True, **masked)  # fmt: skip
 
     def pieces(
         self, plan: Any, given: dict[str, Any], array: Any = lambda x: x, jit: Any = lambda f: f

@@ -3,6 +3,7 @@
 Results are whole, in the order of the sequence; padding goes in as NaN.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import AxisType, Mesh
 from torch import Tensor
 
 import ringattn.jax as rj
@@ -20,9 +22,14 @@ Given = dict[str, Any]
 
 
 def results(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The results for what a case is given, as torch's tensors in float64, over the first devices."""
+    """The results for what a case is given, as torch's tensors in float64, over the first devices.
+
+    The types of arrays on explicit axes, as `jax.make_mesh` makes them, say how they are cut.
+    """
     mesh = rj.init_mesh(**case.sizes, devices=jax.devices()[: case.ring * case.ulysses])
-    with jax.enable_x64(case.dtype == "float64"):
+    kinds = (AxisType.Explicit if case.explicit else AxisType.Auto,) * len(mesh.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    with jax.enable_x64(case.dtype == "float64"), jax.set_mesh(mesh) if case.explicit else nullcontext():
         names = {n: str(x.dtype).removeprefix("torch.") for n, x in given.items()}
         arrays = {n: jnp.asarray(x.double().numpy(), names[n]) for n, x in given.items()}
         plan = case.plan_on(mesh)

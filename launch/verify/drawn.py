@@ -35,10 +35,9 @@ def draw(seed: int, ranks: int | None, dtype: str | None, kernel: str, device: s
     count, kind = ranks or r.choice(RANKS), r.choice(computed)
     ulysses = r.choice([u for u in range(1, count + 1) if count % u == 0])
     dims = (16, 32, 64) if device == "cuda" else (1, 4, 7, 8, 16, 24, 32, 64)
-    dtypes = DTYPES if device != "jax" else ("float32",)
     G, dim, longest = r.choice([1, 1, 2, 3, 4]), r.choice(dims), r.choice([6, 40, 100, 200])
     words: Words = {
-        "name": kind, "ring": count // ulysses, "ulysses": ulysses, "seed": seed, "dtype": dtype or r.choice(dtypes),
+        "name": kind, "ring": count // ulysses, "ulysses": ulysses, "seed": seed, "dtype": dtype or r.choice(DTYPES),
         "seq_len": r.randint(1, longest), "batch": r.choice([1, 1, 2, 3]), "kv_heads": G, "head_dim": dim,
         "value_dim": dim if r.random() < 0.6 else r.choice(dims), "sinks": r.random() < 0.3, "kernel": kernel,
         "layout": r.choice(["auto", *(LAYOUTS if device == "jax" else MAKERS)]),
@@ -47,6 +46,7 @@ def draw(seed: int, ranks: int | None, dtype: str | None, kernel: str, device: s
     if kernel == "auto" and device != "jax" and r.random() < 0.2:
         words["kernel"] = r.choice([k.name for k in tables[kind] if device not in k.skipped_on])
     {"attention": attention, "cache": cached, "linear": linear}[kind](r, words, device)
+    words["explicit"] = device == "jax" and r.random() < 0.5
     return Case(**words)
 
 
@@ -81,6 +81,7 @@ def attention(r: random.Random, words: Words, device: str) -> None:
             for keys in bounds(pieces(r, T, r.randint(1, 4)))
             if queries[0] < queries[1] and keys[0] < keys[1] and r.random() < 0.7
         ] or [((0, T), (0, T), "causal")]  # fmt: skip
+        words["as_docs"] = r.random() < 0.5
     causal = kind in ("spans", "tree", "slices") or (kind != "cross" and r.random() < 0.7)
     words["spec"] = spec_of(r, causal, 0.1 if kind == "cross" else 1.0)
     words["grads"] = r.choice([("dout", "dlse"), ("dout", "dlse"), ("dout",), ("dlse",)])
