@@ -107,15 +107,21 @@ def test_groups_of_heads_hide_all_but_the_first_and_the_last(topology, ring, uly
         assert 2 * sum(hidden) >= hidden.count(False)
 
 
-@slow
-def test_of_the_delta_rule_only_states_travel():
-    plan = plan_on("v6e:2x4", 8 * 256, 8, layout="contiguous")
+@pytest.mark.parametrize(
+    ("scan", "layout", "kind"),
+    [
+        pytest.param("gather", "zigzag", "all-gather", marks=compile),
+        pytest.param("ring", "contiguous", HOP, marks=slow),
+    ],
+)
+def test_of_the_delta_rule_only_states_travel(scan, layout, kind):
+    plan = plan_on("v6e:2x4", 8 * 256, 8, layout=layout)
 
     def delta_rule(q, k, v, g, beta):
-        return ra.linear_attention(q, k, v, g, plan, beta=beta)
+        return ra.linear_attention(q, k, v, g, plan, beta=beta, scan=scan)
 
     for program in compiled(delta_rule, plan, 2, 2, 4, gates=2):
-        assert {kind for kind, _ in transfers(program)} == {"all-gather"}
+        assert {kind for kind, _ in transfers(program)} == {kind}
 
 
 @compile
