@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from ringattn import api
+from ringattn.jax.attention.function import attention
 from ringattn.jax.layers import causal_convolution, positions_of, rope
 from ringattn.jax.layers import cross_entropy as cross_entropy
 from ringattn.jax.layers import token_mean as token_mean
+from ringattn.jax.linear.function import linear_attention
 from ringattn.kernels.arrays import accumulator
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.plan import Plan
@@ -52,7 +53,7 @@ def attention_fn(
             )
         given = (query, key, value) if dtype is None else (x.astype(dtype) for x in (query, key, value))
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in given)
-        out = api.attention(q, k, v, plan, spec=spec or AttentionSpec(causal=is_causal), docs=docs)
+        out = attention(q, k, v, plan, spec=spec or AttentionSpec(causal=is_causal), docs=docs)
         return out.reshape(*query.shape[:-1], out.shape[-1])
 
     return attend
@@ -81,7 +82,7 @@ class Attention(nnx.Module):
         at = positions_of(x_BTC, plan) if positions is None else positions
         q, k, v = (in_heads(f(x_BTC), self.head_dim) for f in (self.q, self.k, self.v))
         q, k = rope(q, at, self.theta), rope(k, at, self.theta)
-        out = api.attention(q, k, v, plan, spec=self.spec, docs=docs)
+        out = attention(q, k, v, plan, spec=self.spec, docs=docs)
         return self.out(out.reshape(*x_BTC.shape[:2], -1))
 
 
@@ -121,7 +122,7 @@ class GatedDeltaNet(nnx.Module):
         q, k = (x * jax.lax.rsqrt((exact(x) ** 2).sum(-1, keepdims=True) + 1e-6).astype(x.dtype) for x in (q, k))
         g = -jax.nn.softplus(exact(self.decay(x_BTC)) + self.bias[...]) * jnp.exp(self.log_rate[...])
         beta = jax.nn.sigmoid(exact(self.beta(x_BTC)))
-        out = exact(api.linear_attention(q, k, v, g, plan, beta=beta, docs=docs, check=False))
+        out = exact(linear_attention(q, k, v, g, plan, beta=beta, docs=docs, check=False))
         out = out * jax.lax.rsqrt((out**2).mean(-1, keepdims=True) + 1e-6) * self.weight[...]
         out = out.astype(v.dtype).reshape(*x_BTC.shape[:2], -1)
         return self.out(out * jax.nn.silu(self.swish(x_BTC)))
