@@ -210,7 +210,7 @@ class Recipe:
 
     def seconds_of_keys(self, step: Step) -> float:
         """How long the keys travel that a step brings."""
-        return step.length * self.shape.kv_bytes(1, self.heads[1]) / self.plan.link.bandwidth
+        return float(self.plan.link.seconds(step.length * self.shape.kv_bytes(1, self.heads[1])))
 
     def seconds_of_work(self, step: Step) -> float:
         """How long a step computes forward."""
