@@ -48,7 +48,7 @@ def tiles(starts, ranges):
 @pytest.mark.parametrize("kind", ["log-normal", "pareto"])
 @pytest.mark.parametrize("ranks", [8, 16, 64])
 def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
-    """Counted token by token for 20 mixes: work within 2% (64 ranks: 5%), keys, 12 ranges a rank.
+    """Counted token by token for 20 mixes: work within 2%, 1.5 x the longest document and a shard, 12 ranges a rank.
 
     And few tiles are cut in two: all ranks together compute hardly more of them than one would. The slowest rank takes
     little more than a share of the work, with the keys that it receives and waits for, and a second pass over some.
@@ -65,8 +65,7 @@ def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
         below, count = np.append(0, np.cumsum(pairs)), [*count, *map(len, results)]
         work = np.array([sum(below[b] - below[a] for a, b in ranges) for ranges in results])
         everything = np.sort(np.concatenate([np.arange(a, b) for ranges in results for a, b in ranges]))
-        assert (everything == np.arange(ranks * shard)).all()
-        assert work.max() <= (1.05 if ranks == 64 else 1.02) * work.mean()
+        assert work.max() <= 1.02 * work.mean() and (everything == np.arange(ranks * shard)).all()
         computed += sum(tiles(starts, ranges) for ranges in results)
         whole += tiles(starts, [(0, ranks * shard)])
         keys, waits, twice = [], [], []
@@ -84,8 +83,8 @@ def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
             waits.append(max(0, 1e6 + 128 * keys[-1] - home.sum() / 4) * (keys[-1] > 0))
         times = work + 256 * np.array(keys) + np.array(waits) + 2.4e6 * np.array(twice)
         slowest.append(times.max() / work.mean())
-    assert np.mean(slowest) <= {8: 1.09, 16: 1.108, 64: 1.15}[ranks]
-    assert np.mean(count) <= 12 and whole <= computed <= 1.003 * whole
+    assert np.mean(slowest) <= {8: 1.085, 16: 1.105, 64: 1.15}[ranks]
+    assert np.mean(count) <= 12 and whole <= computed <= 1.006 * whole
 
 
 lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)

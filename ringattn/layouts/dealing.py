@@ -4,13 +4,15 @@ Short documents lie whole on one rank, neighbours together. Long ones are cut in
 rank's work: a piece receives the keys of all that lies before it, so the first receives none.
 
 Then ranks trade the late tokens of one for early ones of another: first the rank with most work, at last the slowest
-one, which receives many keys, or has two pieces of a document. Work is counted in pairs of a query and a key that it
-sees. Kernels compute tiles of queries, so cuts lie between these where that is possible. It takes milliseconds.
+one, which receives many keys, or holds two pieces of a document. Work is counted in pairs of a query and a key that it
+sees. Kernels compute tiles of queries, so long documents are cut between tiles where that is possible: a tile that is
+cut is computed twice. Plain numpy and Python: milliseconds.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +21,14 @@ from ringattn.masks.bands import Work
 
 LONG_DOCUMENT = 0.6  # of a rank's work: a document of more, or of more than half of its tokens, is dealt before others
 LARGEST_PIECE = 0.75  # of a rank's work: the most that a piece of a long document has
+LARGEST_PAIR = 0.8  # of a rank's work or tokens: the most that a pair of blocks has
 SMALLEST_PIECE = 0.1  # of the largest one
 GROUPS = 8  # of short neighbours, that fill a rank
 PAIRS_PER_KEY = 256  # take as long as to receive a key and to return its gradient, with four query heads a key head
 PAIRS_BEFORE_KEYS = 1_000_000  # and before the first key is received
 PAIRS_OF_PASS = 2_400_000  # and as long as a second pass over keys that two pieces of a document see
 EVEN = 1.01  # the work of the busiest rank over the mean, and the time of the slowest, at which trading stops
+MOST_UNEVEN = 1.02  # the work of the busiest rank over the mean, at which another way is tried
 MOST_WORK = 1.012  # of a rank, over the mean, that it may get in a trade for time
 PARTNERS, TRIED = 6, 4  # of a trade: ranks that are asked, and the most trades with each that are counted exactly
 TILE, TILES = 128, 32  # queries that a kernel computes at once, and from how many tiles a rank on that counts
@@ -61,6 +65,7 @@ class Deal:
         self.tokens, self.work = total // ranks, max(1.0, float(self.pairs.sum()) / ranks)
         self.room, self.load = [self.tokens] * ranks, [0.0] * ranks
         self.ranges: list[list[Range]] = [[] for _ in range(ranks)]
+        self.late: list[Range] = []  # what did not fit where it should go
         self.facts: dict[Range, Fact] = {}
 
     def below(self, at: int) -> int:
@@ -73,8 +78,10 @@ class Deal:
     def document(self, at: int) -> int:
         return bisect_right(self.starts, at) - 1
 
-    def fullness(self, rank: int) -> float:
-        return self.load[rank] / self.work - self.room[rank] / self.tokens
+    def torn(self, at: int) -> int:
+        """What a cut within a tile costs on both of its sides."""
+        inside = (at - self.starts[self.document(at)]) % self.tile
+        return (self.below(at + 1) - self.below(at)) * self.tile // 2 if inside else 0
 
     def put(self, start: int, stop: int, rank: int) -> None:
         if start < stop:
@@ -91,9 +98,9 @@ class Deal:
             start = end
 
     def deal_long(self, start: int, stop: int) -> None:
-        """A long document, from its end: each piece for the rank that has least work and most room."""
+        """A long document, from its end: each piece for the rank that has least work."""
         while start < stop:
-            rank = min(range(self.ranks), key=lambda r: (not self.room[r], self.fullness(r)))
+            rank = min((r for r in range(self.ranks) if self.room[r]), key=self.load.__getitem__)
             left, most = self.work - self.load[rank], LARGEST_PIECE * self.work
             lowest = max(start, stop - self.room[rank])
             before = self.below(stop) - min(most, max(left, SMALLEST_PIECE * most))
@@ -102,7 +109,8 @@ class Deal:
             self.put(at, stop, rank)
             stop = at
 
-    def run(self) -> None:
+    def run(self) -> float:
+        """Deal all; returns the work of the busiest rank over the mean."""
         long = (self.pairs > LONG_DOCUMENT * self.work) | (self.lengths > self.tokens / 2)
         long[-1] = False
         alone = long | (np.arange(len(long)) == len(long) - 1)
@@ -112,16 +120,20 @@ class Deal:
         first = np.append(True, (group[1:] != group[:-1]) | alone[1:] | alone[:-1])
         edges = np.append(np.flatnonzero(first), len(long)).tolist()
         groups = [(self.starts[a], self.starts[b]) for a, b in pairwise(edges) if not alone[a]]
-        spill = []
+        spill = [x for x in self.late if x[0] < x[1]]
         for a, b in sorted(groups, key=lambda x: self.fact(x).work, reverse=True):
-            if fits := [r for r in range(self.ranks) if self.room[r] >= b - a]:
-                self.put(a, b, min(fits, key=self.fullness))
+            work, fits = self.fact((a, b)).work, [r for r in range(self.ranks) if self.room[r] >= b - a]
+            if fits:
+                cost = {r: max((self.load[r] + work) / self.work, 0) - self.room[r] / self.tokens for r in fits}
+                self.put(a, b, min(fits, key=cost.__getitem__))
             else:
                 spill.append((a, b))
-        for a, b in (*spill, self.starts[-2:]):
+        for a, b in spill:
             self.fill(a, b)
+        self.fill(*self.starts[-2:])
         self.even_out(for_time=False, trades=16, ranges=6)
         self.even_out(for_time=True, trades=2, ranges=3)
+        return max(self.load) / self.work
 
     def even_out(self, for_time: bool, trades: int, ranges: int) -> None:
         """Trade between the rank with most work, or the slowest one, and one of those with least, until all are even.
@@ -156,15 +168,14 @@ class Deal:
             return max(more - x.moved + x.lost[0], less + x.moved + x.lost[1])
 
         now, room = more + lost[high], MOST_WORK * self.work - less
-        fitting = (x for x in self.trades(high, low, room, 0.02 * room, ranges) if x.moved <= room)
+        want = min((now - less - lost[low]) / 2, room)
+        fitting = (x for x in self.trades(high, low, want, 0.02 * want, ranges) if x.moved <= room)
         trade = min(fitting, key=slower, default=None)
         return None if trade is None or slower(trade) >= 0.998 * now else trade
 
     def trades(self, high: int, low: int, want: float, least: float, ranges: int) -> Iterator[Trade]:
         """Late tokens for early ones, of about as much work as is wanted, so that no rank receives too many keys."""
-        dense, light = (
-            sorted(self.ranges[rank], key=lambda x: self.fact(x).work / (x[1] - x[0])) for rank in (high, low)
-        )
+        dense, light = (sorted(self.ranges[rank], key=self.density) for rank in (high, low))
         reach, found = self.reach(self.ranges[low]), []
         for give in dense[-ranges:] if want > 0 else ():
             for take in light[:ranges]:
@@ -173,13 +184,17 @@ class Deal:
                     at, stop = give[1] - n, take[0] + n
                     start = self.starts[self.document(at)]
                     keys = max(0, at - reach.get(start, start))
-                    found.append((keys, moved, at, stop, give, take))
+                    off = abs(moved - want) + PAIRS_PER_KEY * keys + self.torn(at) + self.torn(stop)
+                    found.append((off, moved, at, stop, give, take))
         for _, moved, at, stop, give, take in sorted(found)[:TRIED]:
             highs = without(self.ranges[high], give, (give[0], at), (take[0], stop))
             lows = without(self.ranges[low], take, (stop, take[1]), (at, give[1]))
             (d1, keys1), (d2, keys2) = self.delay(highs), self.delay(lows)
             if max(keys1, keys2) <= self.most_keys:
                 yield Trade((highs, lows), moved, (d1, d2))
+
+    def density(self, tokens: Range) -> float:
+        return self.fact(tokens).work / (tokens[1] - tokens[0])
 
     def fact(self, tokens: Range) -> Fact:
         if tokens not in self.facts:
@@ -224,10 +239,30 @@ class Deal:
             return stop - self.below(give[1] - n) - self.below(take[0] + n) + start
 
         size = min(give[1] - give[0], take[1] - take[0])
+        step = max(1, size // 64)
+        low = step * bisect_right(range(step, size + 1, step), want, key=gain)
         last = (give[1] - self.starts[self.document(give[1] - 1)]) % self.tile  # queries of the last tile of `give`
-        cuts = range(last, size + 1, self.tile)  # so that whole tiles are left
-        n = cuts[max(0, bisect_right(cuts, want, key=gain) - 1)] if cuts else 0
+        near = low + (last - low + self.tile // 2) % self.tile - self.tile // 2  # so that whole tiles are left
+        n = near if 0 < near <= size and gain(near) < 1.5 * want else low
         return n, gain(n)
+
+
+class InPairs(Deal):
+    """The same with pairs of an early and a late block of long documents, where these leave no room otherwise."""
+
+    def deal_long(self, start: int, stop: int) -> None:
+        n, work = stop - start, self.below(stop) - self.below(start)
+        k = min(self.ranks, max(2, ceil(work / self.work / LARGEST_PAIR), ceil(n / self.tokens / LARGEST_PAIR)))
+        ranks = sorted(range(self.ranks), key=lambda r: self.load[r] / self.work - self.room[r] / self.tokens)
+        while k < self.ranks and n / k + 1 > min(self.room[r] for r in ranks[:k]):
+            ranks.sort(key=lambda r: -self.room[r])
+            k += 1
+        edges = [start + n * i // (2 * k) // self.tile * self.tile for i in range(2 * k)] + [stop]
+        for i, rank in enumerate(ranks[:k]):
+            for a, b in (edges[i : i + 2], edges[2 * k - 1 - i : 2 * k + 1 - i]):
+                end = a + min(b - a, self.room[rank])
+                self.put(a, end, rank)
+                self.late.append((end, b))
 
 
 def without(ranges: list[Range], old: Range, *new: Range) -> list[Range]:
@@ -244,7 +279,12 @@ def joined(ranges: Sequence[range]) -> tuple[range, ...]:
 
 
 def deal(starts: np.ndarray, total: int, ranks: int, work: Work) -> list[tuple[range, ...]]:
-    """[rank]: its tokens, total / ranks each, of documents that begin at `starts` (last: their end), and of padding."""
+    """[rank]: the tokens of each rank, total / ranks each, of documents that begin at `starts`, whose last is the end
+    of the last document; `total` counts the padding after it too.
+    """
     made = Deal(starts, total, ranks, work)
-    made.run()
+    busiest = made.run()
+    if busiest > MOST_UNEVEN:
+        paired = InPairs(starts, total, ranks, work)
+        made = paired if paired.run() < busiest else made
     return [joined([range(*tokens) for tokens in sorted(ranges)]) for ranges in made.ranges]
