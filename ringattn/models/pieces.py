@@ -88,6 +88,8 @@ class Pieces(torch.autograd.Function):
             for i, (*some, d) in enumerate(split([*given, dout], ctx.tokens)):
                 asked = [x.requires_grad_() for x, g in zip(some, grads, strict=True) if g is not None] + weights
                 out = ctx.function(*some)
+                if i == 0:
+                    refuse_others(out, asked)
                 of_piece = torch.autograd.grad(out, asked, d, allow_unused=True)
                 for room, g in zip(places[i] if places else (), of_piece, strict=False):
                     room.copy_(g)
@@ -96,6 +98,19 @@ class Pieces(torch.autograd.Function):
             ctx.kept = None  # frees what was kept
         of_weights = iter(x if x is None else x.to(w.dtype) for x, w in zip(sums, weights, strict=True))
         return None, None, None, None, *grads, *(next(of_weights) if want else None for want in wants[len(given) :])
+
+
+def refuse_others(out: Tensor, asked: Sequence[Tensor]) -> None:
+    """An error if a result has gradients for tensors that were not named: they would be lost."""
+    waiting, seen, expected = [out.grad_fn], set(), {id(x) for x in asked}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in expected:
+            raise RuntimeError(f"a weight of shape {tuple(node.variable.shape)} is not among those of this function")
+        waiting += [other for other, _ in node.next_functions]
 
 
 def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
