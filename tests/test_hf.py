@@ -171,18 +171,9 @@ def test_batches_of_the_flattening_collator_equal_one_rank(name, which):
     same(on_each(copied, partial(trained, **given), T, FOUR, layout="zigzag"), output.loss, plain, output.logits)
 
 
-def test_a_packed_batch_that_is_not_of_these_rows_is_refused():
+def test_documents_beside_positions_that_do_not_restart():
     model, given = hf.prepare(build("Llama"), plan_of_one()), flattened(return_flash_attn_kwargs=True)
-    cu = given["cu_seq_lens_q"]
-    for change, error in (
-        ({"cu_seq_lens_q": cu[:-1]}, r"cu_seq_lens_q=\[0, 20, 21\] with 1 rows of 37 tokens: it must rise from 0 to"),
-        ({"seq_idx": cu}, r"seq_idx has shape \(4,\); expected \(1, 37\)"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            model(**{**given, **change})
-    with pytest.raises(ValueError, match="with 2 rows of 37 tokens"):
-        model(batch(), cu_seq_lens_q=cu)
-    running = model(**{**given, "position_ids": torch.arange(T)[None]})  # documents, and positions that do not restart
+    running = model(**{**given, "position_ids": torch.arange(T)[None]})
     torch.testing.assert_close(running.loss, model(**given).loss)
 
 
@@ -272,31 +263,6 @@ def t5():
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: build("Llama", attention_dropout=0.1), "LlamaForCausalLM has attention_dropout=0.1"),
-        (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
-        (lambda: pooled(), "LlamaForSequenceClassification predicts from one token"),
-        (t5, "T5ForConditionalGeneration is an encoder-decoder"),
-    ],
-    ids=["dropout", "linear", "pooled", "t5"],
-)
-def test_what_is_not_supported_is_refused_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        hf.prepare(make(), plan_of_one())
-
-
-def test_linear_layers_that_cannot_be_spread_are_refused():
-    def refused(model, message, plan=None):
-        with pytest.raises(ValueError, match=message):
-            hf.prepare(model, plan or plan_of_one())(batch() % 50)
-
-    mixers = small("mamba2", num_heads=8, head_dim=8, state_size=8, n_groups=2)
-    refused(mixers, "a linear layer was called .* by one that does not hand its keyword arguments on")
-    refused(build("Qwen3_5"), "has linear layers, and layout='striped'", ra.Plan(T, 2, 1, "ring", "striped"))
-
-
 def small(kind, **more):
     """A model of this kind with weights that are not small."""
     torch.manual_seed(0)
@@ -309,21 +275,6 @@ def small(kind, **more):
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.35)
     return model
-
-
-def test_what_a_model_asks_of_its_attention_is_never_dropped():
-    """A learned mask, a bias, arguments that do not come at all."""
-    for kind, reason in (("doge", "DogeAttention passes a mask of its own to its attention"),
-                       ("nemotron", "does not hand its keyword arguments on"),
-                       ("stablelm", "does not hand its keyword arguments on")):  # fmt: skip
-        model = hf.prepare(small(kind), plan_of_one())
-        with pytest.raises(ValueError, match=reason):
-            model(batch() % 50)
-    q = torch.randn(1, 4, 5, 8)
-    given = {"ringattn": Call(ra.plan(seq_len=5), None), "position_ids": torch.arange(5), "use_cache": False}
-    assert attend(torch.nn.Identity(), q, q, q, None, **given)[0].shape == (1, 5, 4, 8)
-    with pytest.raises(ValueError, match="Identity passes indices, position_bias to its attention, which is not supp"):
-        attend(torch.nn.Identity(), q, q, q, None, **given, position_bias=q, indices=q, alibi=None)
 
 
 @pytest.mark.parametrize("embedded", [False, True])
@@ -391,9 +342,7 @@ def test_a_copy_runs_its_own_weights():
         for weight in copy.parameters():
             weight.zero_()
         assert not copy(tokens).logits.any()
-        torch.testing.assert_close(model(tokens).logits, expected.logits)
-    with pytest.raises(TypeError, match="save its state_dict"):
-        pickle.dumps(model)
+        torch.testing.assert_close(model(tokens, logits_to_keep=0).logits, expected.logits)  # 0: of all
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Llava"])
@@ -424,58 +373,133 @@ def seeing(kind):
     return transformers.AutoModelForImageTextToText.from_config(config).float()
 
 
-def test_a_compiled_model_is_prepared_inside_and_a_wrapped_one_is_refused():
+def test_a_compiled_model_is_prepared_inside():
     model = build("Llama")
     expected = model(batch(), use_cache=False).logits
     mine = hf.prepare(torch.compile(model, backend="eager"), plan_of_one())
     torch.testing.assert_close(mine(batch()).logits, expected, rtol=1e-5, atol=1e-5)
     assert hasattr(model, "ringattn") and hf.unprepare(mine) is mine and not hasattr(model, "ringattn")
-    for wrapped in (torch.nn.DataParallel(model), torch.nn.DataParallel(lora(build("Llama")))):
-        with pytest.raises(ValueError, match="wrapped in DataParallel: prepare before wrapping"):
-            hf.prepare(wrapped, plan_of_one())
 
 
 @pytest.mark.parametrize(
-    ("plan", "over", "message"),
+    ("make", "given", "message"),
     [
-        (lambda: None, (), "plan is of type NoneType; pass a mesh of torch"),
-        (lambda: ra.plan(seq_len=T, heads=(4, 2), head_dim=8), (), "make the plan without heads and head_dim"),
-        (plan_of_one, ("data",), "is given no mesh with an axis 'data'"),
+        (lambda: build("Llama", attention_dropout=0.1), {}, "LlamaForCausalLM has attention_dropout=0.1"),
+        (lambda: torch.nn.Linear(2, 2), {}, "Linear is not a transformers model"),
+        (lambda: pooled(), {}, "LlamaForSequenceClassification predicts from one token"),
+        (lambda: t5(), {}, "T5ForConditionalGeneration is an encoder-decoder"),
+        (lambda: torch.nn.DataParallel(build("Llama")), {}, "wrapped in DataParallel: prepare before wrapping"),
+        (lambda: torch.nn.DataParallel(lora(build("Llama"))), {}, "wrapped in DataParallel: prepare before wrapping"),
+        (lambda: hf.prepare(build("Llama"), plan_of_one()), {}, "this LlamaForCausalLM is already prepared"),
+        (lambda: build("Llama"), {"plan": None}, "plan is of type NoneType; pass a mesh of torch"),
+        (lambda: build("Llama"), {"plan": ra.plan(seq_len=T, heads=(4, 2), head_dim=8)}, "without heads and head_dim"),
+        (lambda: build("Llama"), {"over": ("data",)}, "is given no mesh with an axis 'data'"),
     ],
-)
-def test_a_refused_model_is_as_it_was(plan, over, message):
-    model = build("Llama")
+    ids=[
+        "dropout", "linear", "pooled", "t5", "wrapped", "an adapter wrapped", "prepared", "no plan", "heads", "axis",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_prepared_is_refused_and_stays_as_it_was(make, given, message):
+    model = make()
+    before = state(model)
     with pytest.raises(ValueError, match=message):
-        hf.prepare(model, plan(), over=over)
-    assert model.config._attn_implementation == "eager"
-    hf.prepare(model, plan_of_one())(batch())
-    with pytest.raises(ValueError, match="this LlamaForCausalLM is already prepared"):
-        hf.prepare(model, plan_of_one())
+        hf.prepare(model, **{"plan": plan_of_one(), **given})
+    assert state(model) == before
 
 
-def test_bad_input_is_named():
+def with_bias(model):
+    """Calls the attention of a layer with what ours does not know."""
+    q = torch.randn(1, 4, 5, 8)
+    given = {"ringattn": Call(ra.plan(seq_len=5), None), "position_ids": torch.arange(5), "use_cache": False}
+    assert attend(torch.nn.Identity(), q, q, q, None, **given)[0].shape == (1, 5, 4, 8)
+    attend(torch.nn.Identity(), q, q, q, None, **given, position_bias=q, indices=q, alibi=None)
+
+
+def with_another_loss(model):
+    model.loss_function = lambda logits, labels, vocab_size, **more: 0 * logits.sum()
+    model(batch(), labels=batch())
+
+
+def with_another_attention(model):
+    model.set_attn_implementation("sdpa")
+    model(batch())
+
+
+def without_a_head(model):
+    bare = hf.prepare(transformers.LlamaModel(model.config), plan_of_one())
+    assert bare(batch()).last_hidden_state.shape == (2, T, 32)
+    bare(batch(), labels=batch())
+
+
+def unprepared_before_backward(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model.train()(batch(), labels=batch()).loss
+    hf.unprepare(model)
+    loss.backward()
+
+
+def unprepared_twice(model):
+    hf.unprepare(hf.unprepare(model))
+
+
+def unprepared_below_a_wrapper(model):
+    model.forward = lambda *args, of=model.forward, **given: of(*args, **given)
+    hf.unprepare(model)
+
+
+HOLES = torch.ones(2, T, dtype=torch.long).index_put((torch.tensor(0), torch.tensor(5)), torch.tensor(0))
+EDGES = torch.tensor([0, 20, 21, T], dtype=torch.int32)
+OF_TYPES = {"full_attention": torch.ones(2, T)}  # what transformers takes, a mask a layer type
+NO_TENSOR = "attention_mask is of type (dict|list); expected a tensor"
+REFUSED = [  # a call of a prepared Llama, by its arguments or a function, and a part of the error's message
+    ({"attention_mask": HOLES}, "padding between real tokens"),
+    ({"attention_mask": torch.ones(2, 1, T, T)}, r"expected \(2, 37\)"),
+    ({"attention_mask": OF_TYPES}, NO_TENSOR),
+    ({"attention_mask": [[1] * T] * 2, "labels": batch()}, NO_TENSOR),
+    ({"attention_mask": OF_TYPES, "past_key_values": hf.RanksCache(ra.plan(seq_len=T), T)}, NO_TENSOR),
+    # a cache by what it is, whatever it is called
+    ({"old": transformers.DynamicCache()}, "old is of type DynamicCache: a prepared model takes the cache over"),
+    ({"input_ids": None}, "pass input_ids or inputs_embeds"),
+    ({"labels": batch(), "logits_to_keep": 1}, "logits_to_keep with labels: the loss needs the logits of all tokens"),
+    ({"position_ids": torch.zeros(3, 2, T, dtype=torch.long)}, r"position_ids has shape \(3, 2, 37\); expected"),
+    ({"cu_seq_lens_q": EDGES}, "with 2 rows of 37 tokens"),
+    ({"input_ids": batch()[:1], "cu_seq_lens_q": EDGES[:-1]}, r"=\[0, 20, 21\] with 1 rows of 37 tokens: it must rise"),
+    ({"input_ids": batch()[:1], "seq_idx": EDGES}, r"seq_idx has shape \(4,\); expected \(1, 37\)"),
+    (lambda model: model.model(batch()), "outside a prepared model"),
+    (with_bias, "Identity passes indices, position_bias to its attention, which is not supp"),
+    (with_another_loss, r"trained by another loss \(a loss_function of its own\)"),
+    (with_another_attention, "was prepared, and then given 'sdpa' as its attention"),
+    (without_a_head, "LlamaModel gives no logits, so it has no use for labels"),
+    (unprepared_before_backward, "backward recomputes layers of a model that was unprepared: call"),
+    (unprepared_twice, "this LlamaForCausalLM is not prepared"),
+    (unprepared_below_a_wrapper, "this LlamaForCausalLM is not prepared, or its forward was wrapped after"),
+    (pickle.dumps, "save its state_dict"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_a_prepared_model_cannot_do_is_refused(call, message):
     model = hf.prepare(build("Llama"), plan_of_one())
-    holes = torch.ones(2, T, dtype=torch.long)
-    holes[0, 5] = 0
-    with pytest.raises(ValueError, match="padding between real tokens"):
-        model(batch(), attention_mask=holes)
-    with pytest.raises(ValueError, match="expected \\(2, 37\\)"):
-        model(batch(), attention_mask=torch.ones(2, 1, T, T))
-    for mask in ({"full_attention": torch.ones(2, T)}, [[1] * T] * 2):  # what transformers takes a layer type
-        for more in ({}, {"labels": batch()}, {"past_key_values": hf.RanksCache(plan_of_one(), T)}):
-            with pytest.raises(ValueError, match=r"attention_mask is of type (dict|list); expected a tensor"):
-                model(batch(), attention_mask=mask, **more)
-    with pytest.raises(ValueError, match="old is of type DynamicCache: a prepared model takes the cache over"):
-        model(batch(), old=transformers.DynamicCache())  # a cache by what it is, whatever it is called
-    with pytest.raises(ValueError, match="pass input_ids or inputs_embeds"):
-        model()
-    with pytest.raises(ValueError, match="outside a prepared model"):
-        model.model(batch())
-    assert torch.equal(model(batch(), logits_to_keep=0).logits, model(batch()).logits)
-    with pytest.raises(ValueError, match="logits_to_keep with labels: the loss needs the logits of all tokens"):
-        model(batch(), labels=batch(), logits_to_keep=1)
-    with pytest.raises(ValueError, match=r"position_ids has shape \(3, 2, 37\); expected"):
-        model(batch(), position_ids=torch.zeros(3, 2, T, dtype=torch.long))
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(model) if callable(call) else model(**{"input_ids": batch(), **call})
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "message"),
+    [
+        (lambda: small("doge"), {}, "DogeAttention passes a mask of its own to its attention"),
+        (lambda: small("nemotron"), {}, "does not hand its keyword arguments on"),
+        (lambda: small("stablelm"), {}, "does not hand its keyword arguments on"),
+        (lambda: small("mamba2", num_heads=8, head_dim=8, state_size=8, n_groups=2), {},
+         "a linear layer was called .* by one that does not hand its keyword arguments on"),
+        (lambda: build("Qwen3_5"), {"plan": ra.Plan(T, 2, 1, "ring", "striped")},
+         "has linear layers, and layout='striped'"),
+    ],
+    ids=["a learned mask", "nemotron", "stablelm", "mamba2", "striped"],
+)  # fmt: skip
+def test_what_a_model_asks_of_its_layers_is_never_dropped(make, given, message):
+    with pytest.raises(ValueError, match=message):
+        hf.prepare(make(), **{"plan": plan_of_one(), **given})(batch() % 50)
 
 
 def state(model):
@@ -501,35 +525,9 @@ def test_unprepare_leaves_nothing_behind(name):
     assert state(model) == before and model.forward is earlier
     assert torch.equal(model(batch(), use_cache=False).logits, expected)
     assert model.generate(batch()[:, :3], max_new_tokens=2, do_sample=False).shape == (2, 5)
-    with pytest.raises(ValueError, match=f"this {name}ForCausalLM is not prepared"):
-        hf.unprepare(model)
 
 
-def test_what_would_be_wrong_after_unprepare_is_refused():
+def test_an_attention_that_was_chosen_since_stays_after_unprepare():
     model = hf.prepare(build("Llama"), plan_of_one())
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    loss = model.train()(batch(), labels=batch()).loss
-    hf.unprepare(model)
-    with pytest.raises(ValueError, match="backward recomputes layers of a model that was unprepared: call"):
-        loss.backward()
-    wrapped = hf.prepare(build("Llama"), plan_of_one())
-    wrapped.forward = lambda *args, of=wrapped.forward, **given: of(*args, **given)
-    with pytest.raises(ValueError, match="this LlamaForCausalLM is not prepared, or its forward was wrapped after"):
-        hf.unprepare(wrapped)
-    wrapped = hf.prepare(build("Llama"), plan_of_one())
-    wrapped.set_attn_implementation("sdpa")
-    assert hf.unprepare(wrapped).config._attn_implementation == "sdpa"  # what the user chose since then
-
-
-def test_what_is_changed_after_prepare_is_refused():
-    model = hf.prepare(build("Llama"), plan_of_one())
-    model.loss_function = lambda logits, labels, vocab_size, **more: 0 * logits.sum()
-    with pytest.raises(ValueError, match=r"trained by another loss \(a loss_function of its own\)"):
-        model(batch(), labels=batch())
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="was prepared, and then given 'sdpa' as its attention"):
-        model(batch())
-    bare = hf.prepare(transformers.LlamaModel(transformers.LlamaConfig(**SMALL)), plan_of_one())
-    assert bare(batch()).last_hidden_state.shape == (2, T, 32)
-    with pytest.raises(ValueError, match="LlamaModel gives no logits, so it has no use for labels"):
-        bare(batch(), labels=batch())
+    assert hf.unprepare(model).config._attn_implementation == "sdpa"
