@@ -450,6 +450,7 @@ def unprepared_below_a_wrapper(model):
 HOLES = torch.ones(2, T, dtype=torch.long).index_put((torch.tensor(0), torch.tensor(5)), torch.tensor(0))
 EDGES = torch.tensor([0, 20, 21, T], dtype=torch.int32)
 OF_TYPES = {"full_attention": torch.ones(2, T)}  # what transformers takes, a mask a layer type
+DOCS = ra.Docs.from_lengths([20, 17])
 NO_TENSOR = "attention_mask is of type (dict|list); expected a tensor"
 REFUSED = [  # a call of a prepared Llama, by its arguments or a function, and a part of the error's message
     ({"attention_mask": HOLES}, "padding between real tokens"),
@@ -465,6 +466,11 @@ REFUSED = [  # a call of a prepared Llama, by its arguments or a function, and a
     ({"cu_seq_lens_q": EDGES}, "with 2 rows of 37 tokens"),
     ({"input_ids": batch()[:1], "cu_seq_lens_q": EDGES[:-1]}, r"=\[0, 20, 21\] with 1 rows of 37 tokens: it must rise"),
     ({"input_ids": batch()[:1], "seq_idx": EDGES}, r"seq_idx has shape \(4,\); expected \(1, 37\)"),
+    ({"docs": [20, 17]}, "docs is of type list; pass ringattn.Docs"),
+    ({"docs": ra.Docs.from_lengths([20])}, "expected those of 2 rows, or one, of 37 tokens"),
+    ({"docs": DOCS, "attention_mask": torch.ones(2, T)}, "docs and attention_mask both say where"),
+    ({"docs": DOCS, "past_key_values": hf.RanksCache(ra.plan(seq_len=T), T)}, "does not take docs"),
+    ({"labels": batch(), "past_key_values": hf.RanksCache(ra.plan(seq_len=T), T)}, "labels with past_key_values"),
     (lambda model: model.model(batch()), "outside a prepared model"),
     (with_bias, "Identity passes indices, position_bias to its attention, which is not supp"),
     (with_another_loss, r"trained by another loss \(a loss_function of its own\)"),

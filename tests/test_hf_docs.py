@@ -104,21 +104,6 @@ def test_a_prefix_sees_itself():
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"docs": [20, 21]}, "docs is of type list; pass ringattn.Docs"),
-        ({"docs": ra.Docs.from_lengths([20])}, "expected those of 1 rows, or one, of 41 tokens"),
-        ({"attention_mask": torch.ones(1, T)}, "docs and attention_mask both say where"),
-        ({"past_key_values": hf.RanksCache(ra.plan(seq_len=T), T)}, "does not take docs"),
-    ],
-)
-def test_docs_that_cannot_be_are_refused(given, why):
-    model = hf.prepare(build("Llama"), ra.plan(seq_len=T))
-    with pytest.raises(ValueError, match=why):
-        model(torch.zeros(1, T, dtype=torch.long), **{"docs": ra.Docs.from_lengths([20, 21]), **given})
-
-
 def test_a_mask_leaves_a_model_its_windows():
     """A mask over all tokens changes nothing in layers of which some have a window."""
     tokens, mask = torch.randint(3, 64, (1, T)), ra.Mask.from_slices([(0, T)], [(0, T)], "causal", T)
