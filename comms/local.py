@@ -59,10 +59,6 @@ class Board:
             self.changed.notify_all()
 
 
-def version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
-
-
 class LocalAxis(Moves):
     """One thread's place on an axis. `sent` counts the bytes that this rank has sent."""
 
@@ -79,12 +75,14 @@ class LocalAxis(Moves):
         for destination, value in values.items():
             self.board.put(self.address(self.rank, destination, "out"), value)
         self.open += 1
-        keys, versions = [self.address(source, self.rank, "in") for source in sources], [*map(version, sent)]
+        keys = [self.address(source, self.rank, "in") for source in sources]
+        versions = [x.is_inference() or x._version for x in sent]
 
         def arrived(_: Any) -> list[Any]:
             self.open -= 1
             values = [self.board.take(key) for key in keys]
-            assert [*map(version, sent)] == versions, "a buffer was written while it was in flight"
+            same = versions == [x.is_inference() or x._version for x in sent]
+            assert same, "a buffer was written while it was in flight"
             return values
 
         return Then(Done(), arrived)
@@ -96,15 +94,17 @@ class LocalAxis(Moves):
 
     def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
         sent = [x for tensors in out.values() for x in tensors]
-        self.sent += sum(x.nbytes for x in sent)
-        copies = {rank: [x.detach().clone() for x in tensors] for rank, tensors in out.items()}
-        made = torch.cuda.current_stream().record_event() if any(x.is_cuda for x in sent) else None
-        values = {rank: (tensors, made) for rank, tensors in copies.items()}
+        self.sent += sum([x.nbytes for x in sent])
+        copies = [[x.detach().clone() for x in tensors] for tensors in out.values()]
+        made = torch.cuda.current_stream().record_event() if any([x.is_cuda for x in sent]) else None
+        values = {rank: (tensors, made) for rank, tensors in zip(out, copies, strict=True)}
         return Then(self.exchange(values, into, sent), lambda arrived: unpack(arrived, into))
 
     def exchange_words(self, words: Any) -> list[Any]:
-        everyone = range(self.size)
-        return self.exchange(dict.fromkeys(everyone, plain(words)), everyone).wait()
+        mine, others = plain(words), [rank for rank in range(self.size) if rank != self.rank]
+        everyone: list[Any] = self.exchange(dict.fromkeys(others, mine), others).wait()
+        everyone.insert(self.rank, mine)
+        return everyone
 
 
 def unpack(arrived: Sequence[tuple[Sequence[Tensor], Any]], into: ByRank) -> None:

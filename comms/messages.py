@@ -6,15 +6,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+SIMPLE = bool, int, float, str
+
 
 def plain(value: Any) -> Any:
     """The value as it arrives: None, bools, numbers, strings, lists (tuples become lists), dicts with string keys."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, SIMPLE):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: plain(each) for key, each in value.items()}
+        return [each if isinstance(each, SIMPLE) else plain(each) for each in value]
+    if isinstance(value, dict) and all([isinstance(key, str) for key in value]):
+        return {key: each if isinstance(each, SIMPLE) else plain(each) for key, each in value.items()}
     raise TypeError(
         "ranks exchange None, bools, numbers, strings, lists and dicts with string keys, but got "
         f"{type(value).__name__} ({value!r:.80})"

@@ -326,8 +326,8 @@ def pieces(x: Inputs) -> list[slice]:
 
 def cut(x: Inputs, tokens: slice) -> Inputs:
     """These tokens of the inputs; `begin` is counted from the first of them."""
-    q, k, v = (t[:, tokens] for t in x[:3])
-    g, beta, begin = (t if t is None else t[:, tokens] for t in x[3:6])
+    q, k, v = [t[:, tokens] for t in x[:3]]
+    g, beta, begin = [t if t is None else t[:, tokens] for t in x[3:6]]
     return Inputs(q, k, v, g, beta, None if begin is None else begin - tokens.start, x.scale)
 
 

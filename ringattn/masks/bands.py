@@ -94,7 +94,7 @@ def documents(
     Queries are cut where a document, a chunk or a span begins, and where a side of the intervals begins or ends to rise
     with the query, or to be empty.
     """
-    left, right, chunk, first = (None if n is None else min(n, LONGEST) for n in (*spec.reach, spec.chunk, spec.first))
+    left, right, chunk, first = [None if n is None else min(n, LONGEST) for n in (*spec.reach, spec.chunk, spec.first)]
     edges = [starts] if spans is None else [starts, spans.ravel()]
     if chunk is not None:
         i, number = paired(0, -(-(end - begin) // chunk))
@@ -104,7 +104,9 @@ def documents(
     start, stop = at[:-1], at[1:]
     i = np.searchsorted(starts, start, "right") - 1
     begin, end, shift = begin[i], end[i], shift[i]
-    ((low, high),) = intervals(AttentionSpec(causal=False, chunk=chunk), start + shift, begin, end)
+    low, high = begin, end  # of each chunk
+    if chunk is not None:
+        ((low, high),) = intervals(AttentionSpec(causal=False, chunk=chunk), start + shift, begin, end)
     top = [] if not first else [np.minimum(begin + first, end)]
     span: list[Row] = []
     if spans is not None and len(spans):
@@ -255,8 +257,7 @@ class Runs(NamedTuple):
 def covered(bands: Bands) -> Bands:
     """The bands of a family and row, and empty runs around them: each query from 0 on is in one, up to its next."""
     top = np.maximum.accumulate(bands.last_end) if len(bands.start) else bands.end
-    zero = np.zeros(2 * len(top) + 1, np.int64)
-    start, begin, end, lean, rise = (zero.copy() for _ in range(5))
+    start, begin, end, lean, rise = np.zeros((5, 2 * len(top) + 1), np.int64)
     start[1::2], start[2::2] = bands.start, bands.stop
     begin[1::2], begin[2::2], end[1::2], end[2::2] = bands.begin, top, bands.end, top
     lean[1::2], rise[1::2] = bands.lean, bands.rise
@@ -272,7 +273,7 @@ def bounds_at(family: Sequence[Bands], positions: Any, xp: Any = np) -> tuple[An
     """The keys [begin, end) that queries at these positions see, in any order, [rows, T]; xp is numpy or jax.numpy."""
     rows = []
     for bands in map(covered, family):
-        start, begin, end, lean, rise = (xp.asarray(x, positions.dtype) for x in (bands.start, *bands[2:]))
+        start, begin, end, lean, rise = [xp.asarray(x, positions.dtype) for x in (bands.start, *bands[2:])]
         i = xp.searchsorted(start, positions, side="right") - 1
         late = positions - start[i]
         rows.append((begin[i] + lean[i] * late, end[i] + rise[i] * late))

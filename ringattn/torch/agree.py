@@ -54,10 +54,12 @@ def agree(plan: Plan, words: Words, problem: str | None = None, has: str | None 
     not wait for them, and documents that differ between ranks are not noticed. `has` is what the kernels that this rank
     selects follow from; it may differ.
     """
-    alone, kind = plan.ring * plan.ulysses == 1, kind_of(words)
-    if problem and (alone or plan.agreed):
+    alone = plan.ring * plan.ulysses == 1
+    every = not alone and watched(plan)
+    agreed = set() if alone or every else plan.agreed
+    if problem and (alone or agreed):
         raise ValueError(problem)
-    if alone or kind in plan.agreed:
+    if alone or (agreed and kind_of(words) in agreed):
         return
     try:
         everyone = exchanged(plan, {"words": words, "problem": problem, "data": checksums(plan), "has": has})
@@ -65,16 +67,23 @@ def agree(plan: Plan, words: Words, problem: str | None = None, has: str | None 
         if problem:
             raise ValueError(problem) from error
         raise
+    entries = list(everyone.values())
+    if problem or entries.count(entries[0]) < len(entries):
+        raise_differences(everyone)
+    if has is not None:
+        plan.axes.alike = all(entry["has"] == has for entry in entries)
+    if not every:
+        agreed.add(kind_of(words))
+
+
+def raise_differences(everyone: dict[Place, Any]) -> None:
+    """Raise if a rank has a problem, or if ranks have different data or words."""
     problems = {place: entry["problem"] for place, entry in everyone.items() if entry["problem"]}
     if problems:
         where = "" if len(problems) == len(everyone) else f" (on {named(problems)})"
         raise ValueError(next(iter(problems.values())) + where)
     compare_checksums({place: entry["data"] for place, entry in everyone.items()})  # may be why words differ
     compare({place: entry["words"] for place, entry in everyone.items()})
-    if has is not None:
-        plan.axes.alike = all(entry["has"] == has for entry in everyone.values())
-    if not watched(plan):
-        plan.agreed.add(kind)
 
 
 def refuse(problem: str, plan: Any) -> NoReturn:
@@ -86,16 +95,18 @@ def refuse(problem: str, plan: Any) -> NoReturn:
 
 def exchanged(plan: Plan, mine: Any) -> dict[Place, Any]:
     """The small Python values of all ranks, each with its place: the axes of other ranks may have other sizes."""
-    values: list[Any] = [[*plan.place, mine]]
-    for axis in (plan.ring_axis, plan.ulysses_axis):
-        values = [value for part in axis.exchange_words(values) for value in part]
+    axes = plan.ring_axis, plan.ulysses_axis
+    values: list[Any] = [[axes[0].rank, axes[1].rank, mine]]
+    for axis in axes:
+        if axis.size > 1:
+            values = [value for part in axis.exchange_words(values) for value in part]
     return {(r, u): value for r, u, value in values}
 
 
 def key_of(tensors: Iterable[Tensor | None], *others: Any) -> tuple[Any, ...]:
     """The key of a bound call: all of its arguments except the numbers in tensors."""
     kinds = [None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors]
-    return torch.are_deterministic_algorithms_enabled(), others, *kinds
+    return torch._C._get_deterministic_algorithms(), others, *kinds
 
 
 def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
@@ -126,8 +137,6 @@ def watched(plan: Plan) -> bool:
 def compare(everyone: dict[Place, Words]) -> None:
     """Raise if ranks have different words."""
     first, lines = next(iter(everyone)), []
-    if all(words == everyone[first] for words in everyone.values()):
-        return
     for name in dict.fromkeys(name for words in everyone.values() for name in words):
         by_word: dict[str, list[Place]] = {}
         for place, words in everyone.items():
@@ -178,7 +187,9 @@ def checksums(plan: Plan) -> list[int]:
 
     Waits for the device.
     """
-    noted, thread = plan.axes.kept.get("checksums", []), threading.get_ident()
+    noted, thread = plan.axes.kept.get("checksums"), threading.get_ident()
+    if not noted:
+        return []
     mine = [int(x) for by, x in noted if by == thread]
     full = len(noted) > MAX_CHECKSUMS
     noted[:] = [] if full else [(by, x) for by, x in noted if by != thread]
