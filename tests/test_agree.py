@@ -11,7 +11,6 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
 from ringattn.launch.processes import run as run_processes
-from ringattn.plans.machine import load
 from ringattn.torch.agree import MAX_CHECKSUMS, checksum
 
 
@@ -50,16 +49,6 @@ def test_new_documents_are_no_new_kind_of_call(function, exchanged):
     assert len(exchanged) == 2  # each rank once
 
 
-@pytest.mark.parametrize("call", ["unshard", "roll"])
-def test_tokens_that_only_one_rank_differentiates_are_not_joined(call):
-    def one_rank(mesh):
-        plan, x = ra.plan(mesh, seq_len=8), torch.ones(1, 4, 2, requires_grad=mesh.rank == 0)
-        with pytest.raises(ValueError, match="gradients: ring rank 0 has True, ring rank 1 has False"):
-            getattr(plan, call)(x)
-
-    run(one_rank, ring=2, timeout=20)
-
-
 def backward_twice_on_one_rank(function: str) -> str:
     plan = ra.plan(ra.init_mesh(ring=2, device_type="cpu"), seq_len=64)
     call = getattr(ra, function)
@@ -75,24 +64,6 @@ def test_a_rank_that_runs_backward_again_is_named_on_all(function):
     """Over gloo, which would end the other rank's process."""
     for text in run_processes(backward_twice_on_one_rank, 2, function):
         assert f"call: ring rank 0 has backward of {function}, ring rank 1 has {function}" in text
-
-
-@pytest.mark.parametrize(
-    ("choices", "words"),
-    [
-        ([{"transport": ra.Transport("levels", hosts)} for hosts in (2, 4)],
-         r"route: ring rank 0 has levels 2 .*, .*3 has levels 4"),
-        ([{"machine": "cpu"}, {"machine": load("cpu").replace(room=1e6)}],
-         r"machine: ring rank 0 has CPU .* #\w+, .*3 has CPU .* #\w+"),
-    ],
-)  # fmt: skip
-def test_ranks_that_decide_by_other_hosts_or_another_machine_are_named(choices, words):
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=32, **choices[mesh.rank // 2])
-        with pytest.raises(ValueError, match=words):
-            ra.attention(*qkv(), plan)
-
-    run(one_rank, ring=4, timeout=20)
 
 
 def test_a_rank_whose_later_call_is_wrong_raises_at_once(exchanged):
@@ -146,36 +117,32 @@ def transport(request, monkeypatch):
     monkeypatch.setattr(LocalAxis, "cheap_words", request.param)
 
 
-def test_other_sequences_on_a_rank_are_named_on_all_at_once(transport):
+def other_tokens(plan: ra.Plan, mesh) -> None:
     wrong_from = 2 if LocalAxis.cheap_words else 0  # else only the first step is compared
+    for i in range(wrong_from):
+        step(plan, tokens(i))
+    step(plan, tokens(wrong_from + 100 * (mesh.coordinates["ring"] == 1)))
+
+
+def other_documents(plan: ra.Plan, mesh) -> None:
+    n = 5 + mesh.coordinates["ring"]
+    step(plan.replace(layout="balanced").for_docs(ra.Docs.from_lengths([n, T - n])), tokens(0))
+
+
+def attention_to_other_tokens(plan: ra.Plan, mesh) -> None:
+    x = plan.shard(tokens(mesh.coordinates["ring"])).float()[..., None, None].expand(-1, -1, 2, 4)
+    ra.attention(x, x, x, plan)
+
+
+@pytest.mark.parametrize("call", [other_tokens, other_documents, attention_to_other_tokens])
+def test_other_sequences_on_a_rank_are_named_on_all_at_once(call, transport):
+    says = "different sequences.* of ring rank 1.*num_replicas=DATA_RANKS, rank=DATA_RANK"
 
     def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=T)
-        for i in range(wrong_from):
-            step(plan, tokens(i))
-        with pytest.raises(ValueError, match=r"ring rank 1.*num_replicas=DATA_RANKS, rank=DATA_RANK"):
-            step(plan, tokens(wrong_from + 100 * (mesh.coordinates["ring"] == 1)))
+        with pytest.raises(ValueError, match=says):
+            call(ra.plan(mesh, seq_len=T), mesh)
 
     run(one_rank, ring=2, ulysses=2, timeout=20)
-
-
-def test_documents_that_are_dealt_out_otherwise_on_a_rank_are_named_on_all(transport):
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=T, layout="balanced")
-        with pytest.raises(ValueError, match="the documents that the plan lays out, of ring rank 1 are not those"):
-            step(plan.for_docs(ra.Docs.from_lengths([5 + mesh.rank, T - 5 - mesh.rank])), tokens(0))
-
-    run(one_rank, ring=2, timeout=20)
-
-
-def test_attention_finds_other_sequences_before_any_loss(transport):
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=T)
-        x = plan.shard(tokens(mesh.rank)).float()[..., None, None].expand(-1, -1, 2, 4)
-        with pytest.raises(ValueError, match="different sequences"):
-            ra.attention(x, x, x, plan)
-
-    run(one_rank, ring=2, timeout=20)
 
 
 def test_what_is_no_other_sequence_goes_on(transport):

@@ -1,206 +1,280 @@
-"""A wrong call is a ValueError with the numbers and the remedy, on every rank alike, before anything is sent."""
+"""Over ranks a wrong call is one error on every rank alike, with the numbers and the remedy, and nothing is sent."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 import torch
 
 import ringattn as ra
+from ringattn.comms.axis import Solo
 from ringattn.comms.local import run
+from ringattn.plans.machine import load
 
-FULL = ra.AttentionSpec(causal=False)
 HALVES = ra.Docs.from_lengths([32, 32])
+PAIR, RING, TWO_BY_TWO, TWO_BY_FOUR = {"ring": 2}, {"ring": 4}, {"ring": 2, "ulysses": 2}, {"ring": 2, "ulysses": 4}
 
 
 def tensors(T=16, H=4, G=2, D=8, B=2):
     return [torch.randn(B, T, h, D) for h in (H, G, G)]
 
 
-def call(change=lambda q, k, v: (q, k, v), plan=None, ring=2, ulysses=2, **given):
-    """One call on four ranks with changed tensors; every rank must raise the same ValueError. Returns its text."""
-    messages = []
-
-    def one_rank(mesh):
-        made = ra.plan(mesh, seq_len=64, **(plan or {}))
-        sent = made.ring_axis.sent if made.ring > 1 else 0
-        try:
-            ra.attention(*change(*tensors()), made, **given)
-        except ValueError as error:
-            messages.append(str(error))
-            assert made.ring == 1 or made.ring_axis.sent == sent, "something was sent before the error"
-        ra.attention(*tensors(), made)  # nothing is half done: the next call works
-
-    run(one_rank, ring=ring, ulysses=ulysses)
-    assert len(messages) == 4, f"{len(messages)} of 4 ranks raised"
-    assert len(set(messages)) == 1, messages
-    return messages[0]
+def changed(change):
+    """Attention of 16 tokens on every rank, with changed tensors."""
+    return lambda mesh, plan: ra.attention(*change(*tensors()), plan)
 
 
-@pytest.mark.parametrize(
-    ("change", "given", "says"),
-    [
-        (lambda q, k, v: (q, k[:, :, :1].repeat(1, 1, 3, 1), v[:, :, :1].repeat(1, 1, 3, 1)), {},
-         "3 key heads do not divide 4 query heads"),
-        (lambda q, k, v: (q[:, :, :3], k[:, :, :1], v[:, :, :1]), {},
-         "ulysses=2 does not divide 3 query heads; use ulysses=1, ring=4"),
-        (lambda q, k, v: (q, k[..., :6], v), {}, "head dims differ: q 8, k 6; only v may have another"),
-        (lambda q, k, v: (q, k.half(), v), {}, "q is torch.float32, k is torch.float16"),
-        (lambda q, k, v: (q.int(), k.int(), v.int()), {}, "attention takes float16, bfloat16, float32 or float64"),
-        (lambda q, k, v: (q, k, v.to("meta")), {}, "v is on meta; put all three on one device"),
-        (lambda q, k, v: (q[0], k[0], v[0]), {}, r"expected 4 dims \[batch, tokens, heads, head_dim\]"),
-        (lambda q, k, v: (q, k[:1], v[:1]), {}, "batch sizes differ: q 2, k 1, v 1"),
-        (lambda q, k, v: (q, k, v[:, :8]), {}, "k has 16 tokens x 2 heads, v 8 x 2"),
-        (lambda q, k, v: (q[:, :15], k, v), {}, r"q has 15 tokens, a rank of this plan holds 16 .*plan.for_length"),
-        (lambda q, k, v: [x.repeat(1, 4, 1, 1) for x in (q, k, v)], {}, r"q has 64 tokens.* pass plan.shard\(x\)"),
-        (lambda *x: x, {"docs": ra.Docs.from_lengths([30, 30])},
-         r"docs: document lengths add up to 60, the sequence has 64 tokens; .*pad_to=64"),
-        (lambda *x: x, {"docs": ra.Docs.from_lengths([[64]] * 3)}, "3 rows, the batch has 2; give 1 row or 2"),
-        (lambda *x: x, {"key_docs": ra.Docs.from_lengths([64])}, "key_docs needs docs"),
-        (lambda *x: x, {"sinks": torch.zeros(3)}, r"sinks has shape \(3,\).*expected one per query head, \(4,\)"),
-        (lambda *x: x, {"dropout": 0.1}, "dropout: attention dropout is not supported"),
-        (lambda *x: x, {"alibi_slopes": 1, "bias": 2}, "alibi_slopes: ALiBi is not supported.*bias: an additive bias"),
-        (lambda *x: x, {"docs": [30, 34]}, r"docs is of type list; pass Docs.from_lengths"),
-        (lambda *x: x, {"spec": {"causal": False}}, r"spec is of type dict; pass AttentionSpec\(causal"),
-    ],
-)  # fmt: skip
-def test_a_wrong_call_is_refused_on_all_ranks_alike(change, given, says):
-    import re
-
-    result = call(change, **given)
-    assert re.search(says, result), result
+def asked(**given):
+    return lambda mesh, plan: ra.attention(*tensors(), plan, **given)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (lambda: {"k": torch.zeros(2, 16, 2, 6)}, "head dims differ: q 8, k 6; only v may have another"),
-        (lambda: {"docs": [8, 8]}, "docs is of type list"),
-        (lambda: {"dropout": 0.1}, "dropout: attention dropout is not supported"),
-        (lambda: {"v": torch.zeros(16)}, r"v has shape \(16,\); expected 4 dims"),
-        (
-            lambda: {"v": jnp.zeros((2, 16, 2, 8))},
-            "expected torch tensors or jax arrays, got Tensor, Tensor, ArrayImpl",
-        ),
-    ],
-)
-def test_an_argument_that_only_one_rank_passes_is_refused_on_all(given, says):
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=32)
-        q, k, v = tensors()
-        with pytest.raises(ValueError, match=rf"{says}.*\(on ring rank 1\)"):
-            ra.attention(**{"q": q, "k": k, "v": v, "plan": plan, **(given() if mesh.rank else {})})
-        ra.attention(q, k, v, plan)
-
-    run(one_rank, ring=2, timeout=20)
-
-
-class Spread(torch.Tensor):
-    """What a DTensor has."""
-
-    to_local = torch.Tensor.clone
-
-
-def linear(**given):
-    x = torch.zeros(2, 16, 4, 8)
-    return ra.linear_attention(**{"q": x, "k": x, "v": x, **given})
-
-
-Q, K, V = tensors()
-HEADS_FIRST = [x.transpose(1, 2) for x in (Q, K, V)]
-NESTED = torch.nested.nested_tensor([torch.zeros(3, 4, 8), torch.zeros(5, 4, 8)], layout=torch.jagged)
-SPREAD = [x.as_subclass(Spread) for x in (Q, K, V)]
-BFLOAT16 = r"bfloat16; the state of .*float32 inputs is float32: cast it to that"
-EXCHANGED = r"q has shape \(2, 4, 16, 8\), .* look exchanged: .* x.transpose\(1, 2\)"
-SPARSE, DENSER = torch.Tensor.to_sparse, torch.Tensor.to_mkldnn
-WRONG = [
-    (lambda: linear(log_decay=-0.5), "log_decay is of type float; it must be a torch tensor, as q is"),
-    (lambda: linear(plan="x"), r"plan is of type str; make one with ringattn.plan\(mesh"),
-    (lambda: linear(scale="x"), "scale='x'"),
-    (lambda: linear(q=torch.zeros(3)), r"q has shape \(3,\); expected 4 dims"),
-    (lambda: linear(q=Q[..., :0], k=Q[..., :0]), r"q has shape \(2, 16, 4, 0\); heads and head dim must be"),
-    (lambda: linear(initial_state=torch.zeros(2, 4, 8, 8).bfloat16()), BFLOAT16),
-    (lambda: ra.linear_attention(*[jnp.zeros((2, 16, 4, 8))] * 3, initial_state=jnp.zeros((2, 4, 8, 8), jnp.bfloat16)),
-     BFLOAT16),
-    (lambda: linear(log_decay=DENSER(Q)), "log_decay has the layout torch._mkldnn"),
-    (lambda: ra.attention(*(x.to("meta") for x in (Q, K, V))), "q, k and v are on meta, which has no numbers"),
-    (lambda: ra.attention(*map(SPARSE, (Q, K, V))), r"q has the layout torch.sparse_coo; give q.to_dense\(\)"),
-    (lambda: ra.attention(Q, K, V, sinks=SPARSE(torch.zeros(4))), "sinks has the layout torch.sparse_coo"),
-    (lambda: ra.attention(*HEADS_FIRST, ra.plan(seq_len=16, heads=(4, 2))), EXCHANGED),
-    (lambda: ra.attention(*HEADS_FIRST, ra.plan(seq_len=16)), EXCHANGED),
-    (lambda: ra.attention(*HEADS_FIRST), EXCHANGED),
-    (lambda: ra.attention(*(x[:, :15] for x in (Q, K, V)), ra.plan(seq_len=16)), "q has 15 tokens(?!.*exchanged)"),
-    (lambda: ra.attention(Q, K, V, ra.plan(jax.sharding.Mesh(jax.devices()[:2], ("ring",)), seq_len=16)),
-     "the plan was made for a jax mesh, and q is a torch tensor; give plan"),
-    (lambda: ra.attention([1.0], [1.0], [1.0]), "expected torch tensors or jax arrays, got list, list, list"),
-    (lambda: ra.attention(Q, K, None), "got Tensor, Tensor, NoneType"),
-    (lambda: ra.attention(NESTED, NESTED, NESTED), "q is a nested tensor; .* pass docs=Docs.from_lengths"),
-    (lambda: ra.linear_attention(*SPREAD), r"q is a DTensor; give q.to_local\(\)"),
+EVERYWHERE = [
+    (changed(lambda q, k, v: (q, k[:, :, :1].repeat(1, 1, 3, 1), v[:, :, :1].repeat(1, 1, 3, 1))),
+     "3 key heads do not divide 4 query heads"),
+    (changed(lambda q, k, v: (q[:, :, :3], k[:, :, :1], v[:, :, :1])),
+     "ulysses=2 does not divide 3 query heads; use ulysses=1, ring=4"),
+    (changed(lambda q, k, v: (q, k[..., :6], v)), "head dims differ: q 8, k 6; only v may have another"),
+    (changed(lambda q, k, v: (q, k.half(), v)), "q is torch.float32, k is torch.float16"),
+    (changed(lambda q, k, v: (q.int(), k.int(), v.int())), "attention takes float16, bfloat16, float32 or float64"),
+    (changed(lambda q, k, v: (q, k, v.to("meta"))), "v is on meta; put all three on one device"),
+    (changed(lambda q, k, v: (q[0], k[0], v[0])), r"expected 4 dims \[batch, tokens, heads, head_dim\]"),
+    (changed(lambda q, k, v: (q, k[:1], v[:1])), "batch sizes differ: q 2, k 1, v 1"),
+    (changed(lambda q, k, v: (q, k, v[:, :8])), "k has 16 tokens x 2 heads, v 8 x 2"),
+    (changed(lambda q, k, v: (q[:, :15], k, v)), r"q has 15 tokens, a rank of this plan holds 16 .*plan.for_length"),
+    (changed(lambda q, k, v: [x.repeat(1, 4, 1, 1) for x in (q, k, v)]), r"q has 64 tokens.* pass plan.shard\(x\)"),
+    (asked(docs=ra.Docs.from_lengths([30, 30])), "add up to 60, the sequence has 64 tokens; .*pad_to=64"),
+    (asked(docs=ra.Docs.from_lengths([[64]] * 3)), "3 rows, the batch has 2; give 1 row or 2"),
+    (asked(key_docs=ra.Docs.from_lengths([64])), "key_docs needs docs"),
+    (asked(sinks=torch.zeros(3)), r"sinks has shape \(3,\).*expected one per query head, \(4,\)"),
+    (asked(dropout=0.1), "dropout: attention dropout is not supported"),
+    (asked(alibi_slopes=1, bias=2), "alibi_slopes: ALiBi is not supported.*bias: an additive bias"),
+    (asked(docs=[30, 34]), "docs is of type list; pass Docs.from_lengths"),
+    (asked(spec={"causal": False}), r"spec is of type dict; pass AttentionSpec\(causal"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "says"), WRONG, ids=[says[:30] for _, says in WRONG])
-def test_a_wrong_call_on_one_device_says_what_is_wrong(call, says):
-    with pytest.raises(ValueError, match=says):
-        call()
+def planned(**given):
+    return lambda mesh, plan: ra.plan(mesh, **{"seq_len": 64, **given})
 
 
-def dealt(mesh, lengths):
-    return ra.plan(mesh, seq_len=64, layout="balanced").for_docs(ra.Docs.from_lengths(lengths))
+def sent_by(strategy="auto", **choice):
+    return planned(transport=ra.Transport(**choice), heads=(8, 4), head_dim=8, strategy=strategy)
 
 
-@pytest.mark.parametrize(
-    ("differ", "field"),
-    [
-        (lambda rank, mesh: ({"plan": ra.plan(mesh, seq_len=64, layout=("zigzag", "striped")[rank % 2])}, 2), "plan"),
-        (lambda rank, mesh: ({"spec": ra.AttentionSpec(window=8 + rank // 2)}, 2), "spec"),
-        (lambda rank, mesh: ({"docs": ra.Docs.from_lengths([32, 32] if rank else [30, 34])}, 2), "docs"),
-        (
-            lambda rank, mesh: (
-                {"docs": HALVES, "key_docs": ra.Docs.from_lengths([30 + rank, 34 - rank])},
-                2,
-            ),
-            "key_docs",
-        ),
-        (lambda rank, mesh: ({"plan": dealt(mesh, [30 + rank, 34 - rank])}, 2), "plan.docs"),
-        (lambda rank, mesh: ({}, 2 + rank // 3), "q"),
-        (lambda rank, mesh: ({"sinks": torch.zeros(4, requires_grad=rank < 2)}, 2), "gradients"),
-    ],
-    ids=["plan", "spec", "docs", "key_docs", "plan.docs", "shape", "gradients"],
-)
-def test_ranks_that_differ_are_named_with_the_field(differ, field):
-    messages = []
+PLANS = [
+    (TWO_BY_FOUR, planned(seq_len=12.5), "seq_len=12.5"),
+    (TWO_BY_FOUR, planned(strategy="rinf"), "strategy='rinf': choose one of auto, ring, gather, ulysses"),
+    (TWO_BY_FOUR, planned(layout="balnced"), "choose one of auto, contiguous, striped, zigzag, balanced"),
+    (TWO_BY_FOUR, planned(layout="balanced", docs=ra.Docs.from_lengths([8, 16])), "add up to 24, and seq_len=64; make"),
+    (TWO_BY_FOUR, planned(heads=(12, 5)), "5 key heads do not divide 12 query heads"),
+    (TWO_BY_FOUR, planned(heads=(6, 6)), "ulysses=4 does not divide 6 query heads; use ulysses=2, ring=4"),
+    (TWO_BY_FOUR, planned(strategy="ulysses"), r"the mesh has ring=2; use init_mesh\(ulysses=8\)"),
+    ({"ulysses": 2}, sent_by(groups=3), "groups=3 does not divide the 2 key heads of a rank; leave it out"),
+    ({"ulysses": 4}, sent_by(groups=3), "groups=3 does not divide the 2 query heads of a rank; leave it out"),
+    (PAIR, sent_by("ring", groups=2), "groups=2 is for Ulysses and gather"),
+    (PAIR, sent_by("ring", route="levels", hosts=3), "hosts=3 for ring=2: hosts have equally many ranks"),
+    (RING, lambda mesh, plan: plan.shard(torch.zeros(1, 16)), "16 tokens, the plan is for 64; it is already sharded"),
+    (RING, lambda mesh, plan: plan.shard(torch.zeros(1, 60)), r"has 60 tokens, .*; use plan.for_length\(60\)"),
+    (RING, lambda mesh, plan: plan.unshard(torch.zeros(1, 64)), "has 64 tokens; a rank of this plan holds 16"),
+]
 
-    def one_rank(mesh):
-        given, batch = differ(mesh.rank, mesh)
-        plan = given.pop("plan", None) or ra.plan(mesh, seq_len=64)
-        with pytest.raises(ValueError) as error:
-            ra.attention(*tensors(B=batch), plan, **given)
-        messages.append(str(error.value))
 
-    run(one_rank, ring=4)
-    assert len(set(messages)) == 1 and f"{field}: ring rank 0 has" in messages[0] and "ring rank 3" in messages[0], (
-        messages[0]
+def dealt(mesh, lengths, layout="balanced"):
+    return ra.plan(mesh, seq_len=64, layout=layout).for_docs(ra.Docs.from_lengths(lengths))
+
+
+def cache_of(plan, filled=0, **given):
+    sizes = {"batch": 2, "max_len": 256, "kv_heads": 2, "head_dim": 8, "dtype": torch.float32, **given}
+    cache = ra.KVCache.allocate(plan, **sizes)
+    if filled:
+        cache.append(*tensors(filled)[1:])
+    return cache
+
+
+def prefilled(mesh, plan, cache=None, **given):
+    cache = cache_of(plan) if cache is None else cache
+    return ra.prefill(*tensors(plan.local_len), plan, cache, **given)
+
+
+def linear(mesh, plan, g=None, **given):
+    x = torch.randn(2, plan.local_len, 2, 4)
+    return ra.linear_attention(x, x, x, -x.exp() if g is None else g, plan, **given)
+
+
+CHUNK = r"and a chunk is one"
+OF_DOCUMENTS = [
+    (PAIR, lambda mesh, plan: linear(mesh, dealt(mesh, [32, 32], "zigzag")), "a state would have to pass them all"),
+    (PAIR, lambda mesh, plan: ra.nn.GatedDeltaNet(8, 2, convolution=3)(
+        torch.randn(1, 32, 8), dealt(mesh, [32, 32], "zigzag")), "a state would have to pass"),
+    (PAIR, lambda mesh, plan: prefilled(mesh, dealt(mesh, [32, 32], "zigzag")), CHUNK),
+    (PAIR, lambda mesh, plan: prefilled(mesh, dealt(mesh, [8, 56])), CHUNK),
+    (PAIR, lambda mesh, plan: linear(mesh, dealt(mesh, [8, 56]), scan="ring"), "maps go straight to the ranks that"),
+    (RING, lambda mesh, plan: linear(mesh, ra.plan(mesh, seq_len=64, layout="striped")),
+     "layout='striped' deals out neighbouring tokens.*use layout='zigzag' or 'contiguous'"),
+    (RING, lambda mesh, plan: linear(mesh, plan, docs=ra.Docs.from_lengths([60])), "add up to 60, the sequence has 64"),
+]  # fmt: skip
+
+THREE = ra.Docs.from_lengths([[3, 3, 58], [4, 60]])
+
+
+def continued(states=6, dtype=torch.float32, **given):
+    state = torch.zeros(states, 2, 4, 4, dtype=dtype)
+    return lambda mesh, plan: linear(mesh, plan, initial_state=state, **{"docs": THREE, **given})
+
+
+STATES = [
+    (continued(states=3), r"expected \(2, 2, 4, 4\).*or \(6, 2, 4, 4\), one a document: 2 x 3 documents"),
+    (continued(docs=None), r"initial_state has shape \(6, 2, 4, 4\); expected \(2, 2, 4, 4\): batch"),
+    (continued(dtype=torch.bfloat16), "initial_state is torch.bfloat16; the state of .*float32"),
+    (continued(docs=None, states=2, return_state="documents"), "return_state='documents': .*or with docs 'documents'"),
+    (continued(return_state="document"), "return_state='document': pass True or False, or with docs 'documents'"),
+    (continued(return_state=1), "return_state=1: pass True or False, or with docs 'documents'"),
+]
+
+
+def attention_of_one(**wrong):
+    """Rank 1 alone passes something else."""
+
+    def call(mesh, plan):
+        q, k, v = tensors(plan.local_len)
+        return ra.attention(**{"q": q, "k": k, "v": v, "plan": plan, **(wrong if mesh.rank else {})})
+
+    return call
+
+
+def mean_of_one(**wrong):
+    return lambda mesh, plan: ra.token_mean(
+        **{"losses_BT": torch.rand(2, plan.local_len), "plan": plan, **(wrong if mesh.rank else {})}
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"seq_len": 12.5}, "seq_len=12.5"),
-        ({"strategy": "rinf"}, "strategy='rinf': choose one of auto, ring, gather, ulysses"),
-        ({"layout": "balnced"}, "layout='balnced': choose one of auto, contiguous, striped, zigzag, balanced"),
-        ({"layout": "balanced", "docs": ra.Docs.from_lengths([8, 16])}, "lengths add up to 24, and seq_len=64; make"),
-        ({"heads": (12, 5)}, "5 key heads do not divide 12 query heads"),
-        ({"heads": (6, 6)}, "ulysses=4 does not divide 6 query heads; use ulysses=2, ring=4"),
-        ({"strategy": "ulysses"}, r"the mesh has ring=2; use init_mesh\(ulysses=8\)"),
-    ],
-)
-def test_an_impossible_plan_is_refused(given, says):
-    def one_rank(mesh):
-        with pytest.raises(ValueError, match=says):
-            ra.plan(mesh, **{"seq_len": 64, **given})
+def prefill_of_one(**wrong):
+    return lambda mesh, plan: ra.prefill(
+        *tensors(plan.local_len), **{"plan": plan, "cache": cache_of(plan), **(wrong if mesh.rank else {})}
+    )
 
-    run(one_rank, ring=2, ulysses=4)
+
+def gate_of_one(mesh, plan):
+    g = -torch.ones(2, plan.local_len, 2, 4)
+    g[1, 7] = 0.5 if mesh.rank else -1.0
+    return linear(mesh, plan, g)
+
+
+OF_ONE_RANK = [
+    (attention_of_one(k=torch.zeros(2, 32, 2, 6)), "head dims differ: q 8, k 6; only v may have another"),
+    (attention_of_one(docs=[8, 8]), "docs is of type list"),
+    (attention_of_one(dropout=0.1), "dropout: attention dropout is not supported"),
+    (attention_of_one(v=torch.zeros(16)), r"v has shape \(16,\); expected 4 dims"),
+    (attention_of_one(v=[0.0]), "expected torch tensors or jax arrays, got Tensor, Tensor, list"),
+    (mean_of_one(losses_BT=torch.rand(1, 9)), "losses has 9 tokens, a rank of this plan holds 32"),
+    (mean_of_one(losses_BT=torch.ones(1, 32).int()), "losses has shape .* dtype torch.int32; expected floats"),
+    (mean_of_one(docs=ra.Docs.from_lengths([6])), "document lengths add up to 6, the sequence has 64 tokens"),
+    (mean_of_one(mask=torch.full((2, 32), 0.25)), r"mask is torch.float32: .* give bools \(mask > 0\) or integers"),
+    (mean_of_one(over=Solo("data")), "over=.*: a list of axes"),
+    *((prefill_of_one(**wrong), next(iter(wrong)))
+      for wrong in ({"sinks": [0.0, 0.0]}, {"spec": {}}, {"keys": 1.5}, {"start": "0"}, {"plan": None})),
+    (gate_of_one, r"log_decay\[1, 7, 0, 0\] = 0.5"),
+]  # fmt: skip
+
+
+def attention_by(of_rank):
+    """Each rank passes its own."""
+    return lambda mesh, plan: ra.attention(*tensors(plan.local_len), **{"plan": plan, **of_rank(mesh.rank, mesh)})
+
+
+def other_plan(*choices):
+    return attention_by(lambda rank, mesh: {"plan": ra.plan(mesh, seq_len=64, **choices[rank * len(choices) // 4])})
+
+
+def other_batch(mesh, plan):
+    return ra.attention(*tensors(plan.local_len, B=2 + mesh.rank // 3), plan)
+
+
+def joined(name):
+    return lambda mesh, plan: getattr(plan, name)(torch.ones(1, 32, 2, requires_grad=mesh.rank == 0))
+
+
+def other_lengths(mesh, plan):
+    cache = cache_of(plan, filled=16)
+    cache.truncate(16 - mesh.rank)
+    return ra.decode(*tensors(1), cache)
+
+
+def other_spec(mesh, plan):
+    return ra.decode(*tensors(1), cache_of(plan, filled=16), spec=ra.AttentionSpec(window=(None, 9)[mesh.rank]))
+
+
+def other_drafts(mesh, plan):
+    return ra.decode(*tensors(3), cache_of(plan, filled=16), parents=[-1, 0, mesh.rank])
+
+
+def other_caches(*given):
+    return lambda mesh, plan: prefilled(mesh, plan, cache_of(plan, **given[mesh.rank]), spec=ra.AttentionSpec(window=8))
+
+
+def other_function(first):
+    return lambda mesh, plan: attention_of_one()(mesh, plan) if mesh.rank == first else prefilled(mesh, plan)
+
+
+BOTH = "{0}: ring rank 0 has {1}.* ring rank 1 has {2}".format
+ALL = "{0}: ring rank 0 has .*ring rank 3 has {1}".format
+DIFFERENT = [
+    (RING, other_plan({"layout": "zigzag"}, {"layout": "striped"}), ALL("plan", "")),
+    (RING, attention_by(lambda rank, mesh: {"spec": ra.AttentionSpec(window=8 + rank // 2)}), ALL("spec", "")),
+    (RING, attention_by(lambda rank, mesh: {"docs": ra.Docs.from_lengths([32, 32] if rank else [30, 34])}),
+     ALL("docs", "")),
+    (RING, attention_by(lambda rank, mesh: {
+        "docs": HALVES, "key_docs": ra.Docs.from_lengths([30 + rank, 34 - rank])}), ALL("key_docs", "")),
+    (RING, attention_by(lambda rank, mesh: {"plan": dealt(mesh, [30 + rank, 34 - rank])}), ALL("plan.docs", "")),
+    (RING, other_batch, ALL("q", "")),
+    (RING, attention_by(lambda rank, mesh: {"sinks": torch.zeros(4, requires_grad=rank < 2)}), ALL("gradients", "")),
+    (RING, other_plan(*({"transport": ra.Transport("levels", hosts)} for hosts in (2, 4))),
+     ALL("route", "levels 4")),
+    (RING, other_plan({"machine": "cpu"}, {"machine": load("cpu").replace(room=1e6)}), ALL("machine", r"CPU .* #\w+")),
+    (PAIR, joined("unshard"), BOTH("gradients", "True", "False")),
+    (PAIR, joined("roll"), BOTH("gradients", "True", "False")),
+    (PAIR, mean_of_one(over=[Solo("data")]), BOTH("over", r"\[\]", r"\['data'\]")),
+    (PAIR, lambda mesh, plan: linear(mesh, plan, scale=1.0 + mesh.rank), BOTH("asked", "", "")),
+    (PAIR, lambda mesh, plan: linear(mesh, plan, docs=HALVES, return_state=(True, "documents")[mesh.rank]),
+     BOTH("asked", "", "")),
+    (PAIR, other_lengths, BOTH("cache", r".*\[16, 16\]", r".*\[15, 15\]")),
+    (PAIR, other_spec, BOTH("spec", ".*window=None", ".*window=9")),
+    (PAIR, other_drafts, r"ring rank 1 has decode, parents=\(-1, 0, 1\)"),
+    (PAIR, other_caches({"block": 16}, {"block": 64}), BOTH("cache", ".*block=16", ".*block=64")),
+    (PAIR, other_caches({"window": 20, "room": 64}, {}), BOTH("cache", ".*window 20", ".*window None")),
+    (PAIR, other_function(0), "do not make the same call: .*call: ring rank 0 has"),
+    (PAIR, other_function(1), "do not make the same call: .*call: ring rank 0 has"),
+]  # fmt: skip
+
+
+def rectangles(strategy):
+    """Only rank 1 has many short documents."""
+
+    def call(mesh, plan):
+        plan = ra.plan(mesh, seq_len=400, layout="contiguous", kernel="sdpa_cpu", strategy=strategy)
+        return ra.attention(*tensors(200), plan, docs=ra.Docs.from_lengths([170, 60] + [2] * 85))
+
+    return call
+
+
+REFUSED = [
+    *((ValueError, TWO_BY_TWO, *row) for row in EVERYWHERE),
+    *((ValueError, PAIR, *row) for row in STATES),
+    *((ValueError, PAIR, call, rf"{says}.*\(on ring rank 1\)") for call, says in OF_ONE_RANK),
+    *((ValueError, *row) for row in (*PLANS, *OF_DOCUMENTS, *DIFFERENT)),
+    *((NotImplementedError, PAIR, rectangles(strategy), "rectangles") for strategy in ("ring", "gather")),
+]
+
+
+@pytest.mark.parametrize(("error", "sizes", "call", "says"), REFUSED, ids=[row[-1][:40] for row in REFUSED])
+def test_what_is_wrong_on_any_rank_is_refused_on_all_alike_before_anything_is_sent(error, sizes, call, says):
+    def one_rank(mesh):
+        plan = ra.plan(mesh, seq_len=64)
+        sent = [getattr(axis, "sent", 0) for axis in (plan.ring_axis, plan.ulysses_axis)]
+        with pytest.raises(error, match=says) as caught:
+            call(mesh, plan)
+        assert sent == [getattr(axis, "sent", 0) for axis in (plan.ring_axis, plan.ulysses_axis)]
+        ra.attention(*tensors(plan.local_len), plan)  # nothing is half done: the next call works
+        return str(caught.value)
+
+    assert len(set(run(one_rank, timeout=20, **sizes))) == 1
 
 
 def test_no_length_is_too_long_to_plan():
@@ -211,37 +285,6 @@ def test_no_length_is_too_long_to_plan():
 
     first, second = run(one_rank, ring=2)
     assert first == second and first.startswith("ring 2 in zigzag layout")
-
-
-def test_a_mesh_without_ranks_says_how_they_are_started(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match="no ranks were started: run this under torchrun --nproc-per-node=4"):
-        ra.init_mesh(ring=4)
-
-
-def test_attention_and_prefill_at_once_are_named_whichever_rank_is_first():
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=16)
-        x, other = torch.ones(1, 8, 2, 8), mesh.rank
-        cache = ra.KVCache.allocate(plan, batch=1, max_len=32, kv_heads=2, head_dim=8, dtype=x.dtype)
-        for turn in (0, 1):
-            with pytest.raises(ValueError, match=r"do not make the same call: .*call: ring rank 0 has"):
-                ra.prefill(x, x, x, plan, cache) if other == turn else ra.attention(x, x, x, plan)
-
-    run(one_rank, ring=2)
-
-
-def test_unshard_and_shard_say_what_they_expected():
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=64)
-        with pytest.raises(ValueError, match="has 16 tokens, the plan is for 64; it is already sharded"):
-            plan.shard(torch.zeros(1, 16))
-        with pytest.raises(ValueError, match=r"has 60 tokens, the plan is for 64; use plan.for_length\(60\)"):
-            plan.shard(torch.zeros(1, 60))
-        with pytest.raises(ValueError, match="has 64 tokens; a rank of this plan holds 16"):
-            plan.unshard(torch.zeros(1, 64))
-
-    run(one_rank, ring=4)
 
 
 def test_empty_documents_and_fully_padded_ranks_give_zeros():
@@ -257,36 +300,3 @@ def test_empty_documents_and_fully_padded_ranks_give_zeros():
         return out[:, ~padding].isfinite().all()
 
     assert all(run(one_rank, ring=8))
-
-
-@pytest.mark.parametrize("name", ["attention", "linear_attention", "prefill", "decode"])
-def test_every_function_refuses_unknown_words_alike(name):
-    plan, x = ra.plan(seq_len=8), torch.zeros(1, 8, 2, 8)
-    cache = ra.KVCache.allocate(plan, batch=1, max_len=16, kv_heads=2, head_dim=8, dtype=x.dtype)
-    cache.append(x, x)
-    where = {"prefill": (plan, cache), "decode": (cache,)}.get(name, ())
-    spec = "linear attention is causal" if name == "linear_attention" else r"pass spec=AttentionSpec\(causal=...\)"
-    for word, says in [
-        ("dropout", "dropout: attention dropout is not supported: it has no exact form over ranks"),
-        ("bias", "bias: an additive bias is not supported: masks are those of spec="),
-        ("temprature", f"temprature: {name} has no such argument"),
-        ("is_causal", f"is_causal: {spec}"),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            getattr(ra, name)(x, x, x, *where, **{word: 0.1})
-    assert cache.lengths.tolist() == [8]
-
-
-@pytest.mark.parametrize("strategy", ["ring", "gather"])
-def test_a_kernel_that_one_rank_cannot_use_is_refused_on_all(strategy):
-    """Only rank 1 has many short documents. Nothing is sent, and the next call works."""
-
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=400, layout="contiguous", kernel="sdpa_cpu", strategy=strategy)
-        x, sent = torch.randn(1, plan.local_len, 1, 8), plan.ring_axis.sent
-        with pytest.raises(NotImplementedError, match="rectangles"):
-            ra.attention(x, x, x, plan, docs=ra.Docs.from_lengths([170, 60] + [2] * 85))
-        assert plan.ring_axis.sent == sent
-        ra.attention(x, x, x, plan)
-
-    run(one_rank, ring=2, timeout=20)

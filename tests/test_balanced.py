@@ -20,7 +20,6 @@ from ringattn.layouts.dealing import deal
 from ringattn.layouts.layout import Layout
 from ringattn.masks.bands import Work, families, joined
 from ringattn.masks.spec import AttentionSpec, Docs
-from ringattn.plans.ranks import Ranks
 from tests.cases import FULL
 
 
@@ -162,30 +161,3 @@ def test_a_plan_that_a_worker_made_is_bound_to_the_ranks_and_not_dealt_again(mon
 
     assert all(run(one_rank, ring=2))
     assert len(dealt) == 2  # once by each rank's worker
-
-
-def test_what_cannot_be_is_refused():
-    docs = Docs.from_lengths([8, 24])
-    made = ra.Plan(32, 2, 2, layout="balanced").for_docs(docs)
-    assert made == ra.Plan(32, 2, 2, layout="balanced", docs=docs) and "layout balanced," in str(made)
-    for make, message in (
-        (lambda: ra.Plan(32, 2, layout="balanced", axes=Ranks(None, None, "jax", "cpu", here=False)), "in JAX, nor is"),
-        (lambda: ra.Plan(32, 2, layout="balanced", key_len=64), "only for queries and keys of one sequence"),
-        (lambda: ra.Plan(32, 2, layout="balanced", docs=Docs.from_lengths([8])).tokens, "the plan is for 32 tokens"),
-        (lambda: made.for_docs(Docs.from_lengths([[8, 8], [16, 0]])).tokens, "put the rows one after the other"),
-        (lambda: made.for_length(64), "and has their length"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
-
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=32, layout="balanced", docs=docs)
-        x = torch.randn(1, 16, 2, 4)
-        with pytest.raises(ValueError, match="scan='ring': in layout='balanced' maps go straight to the ranks that"):
-            ra.linear_attention(x, x, x, None, plan, scan="ring")
-        cache = ra.KVCache.allocate(plan, batch=1, max_len=64, kv_heads=2, head_dim=4, dtype="float32")
-        with pytest.raises(ValueError, match="and a chunk is one"):
-            ra.prefill(x, x, x, plan, cache)
-        return True
-
-    assert all(run(one_rank, ring=2))

@@ -48,9 +48,3 @@ def test_local_batches_give_one_ranks_loss_and_gradient(name):
     if lengths is None:  # as everybody shifts
         expected = F.pad(tokens[:, 1:], (0, 1), value=-100)
         assert torch.equal(alone[3].labels, expected)
-
-
-def test_a_token_that_several_branches_follow_needs_labels():
-    docs = ra.Docs.tree([3, 2, 2], [-1, 0, 0])
-    with pytest.raises(ValueError, match="pass labels="):
-        ra.local_batch(torch.zeros(1, 7, dtype=torch.long), ra.plan(seq_len=7), docs=docs)

@@ -10,13 +10,12 @@ from ringattn.launch.processes import run
 from ringattn.plans import machine
 
 
-def test_a_calibrated_file_describes_this_machine_and_plans_take_it(tmp_path, capsys, monkeypatch):
+def test_a_calibrated_file_describes_this_machine_and_plans_take_it(tmp_path, monkeypatch):
     path = tmp_path / "here" / "mine.toml"
     monkeypatch.setattr(calibrate, "SIZES", {"cpu": (128, 32, 64), "cuda": (1024, 256, 512)})
     monkeypatch.setattr(calibrate, "REPEATS", 1)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert words.main(["calibrate", f"out={path}"]) == 0
-    assert "measured by ringattn calibrate" in capsys.readouterr().out
     result = machine.load(path)
     assert result.memory > 2**28 and result.products > 0 and "measured" in result.source
     measured = {"float32", "tiled/float32"} if result.device == "cpu" else {"bfloat16"}

@@ -77,9 +77,9 @@ def test_a_transfer_is_launched_after_work_that_fails_and_hides_no_error():
         launched.append("launched")
         raise ConnectionError("a rank is lost")
 
-    with pytest.raises(KeyError, match="work"), Afterwards(launch):
+    with pytest.raises(KeyError), Afterwards(launch):
         raise KeyError("work")
-    with pytest.raises(ConnectionError, match="lost"), Afterwards(launch):
+    with pytest.raises(ConnectionError), Afterwards(launch):
         pass
     assert len(launched) == 2
 
@@ -142,35 +142,31 @@ def test_a_call_that_failed_on_all_ranks_is_not_met_by_the_next_one():
     run_processes(as_users_have_it, 3, a_kernel_that_fails_once, timeout=30)
 
 
-def test_writing_to_a_buffer_in_flight_is_caught():
-    def one_rank(mesh):
-        x = torch.zeros(3)
-        pending = axis(mesh, "ring").rotate([x])
-        x.add_(1)
-        pending.wait()
-
-    with pytest.raises(AssertionError, match="written while it was in flight"):
-        run(one_rank, ring=2)
+def writes_to_what_is_in_flight(a) -> None:
+    x = torch.zeros(3)
+    pending = a.rotate([x])
+    x.add_(1)
+    pending.wait()
 
 
-def test_a_transfer_nobody_waits_for_is_caught():
-    with pytest.raises(AssertionError, match="never waited for"):
-        run(lambda mesh: axis(mesh, "ring").rotate([torch.zeros(3)]), ring=2)
+def fails_alone(a) -> None:
+    if a.rank == 1:
+        raise KeyError("lost")
+    a.rotate([torch.zeros(3)]).wait()
 
 
-def test_one_failed_rank_ends_all_with_its_error():
-    def one_rank(mesh):
-        if mesh.rank == 1:
-            raise KeyError("lost")
-        axis(mesh, "ring").rotate([torch.zeros(3)]).wait()
-
-    with pytest.raises(KeyError, match="lost"):
-        run(one_rank, ring=3)
-
-
-def test_what_nobody_receives_is_caught():
-    with pytest.raises(AssertionError, match="ring rank 0 -> 1"):
-        run(lambda mesh: axis(mesh, "ring").move({1: [torch.zeros(3)]} if mesh.rank == 0 else {}, {}).wait(), ring=2)
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (writes_to_what_is_in_flight, AssertionError, "written while it was in flight"),
+        (lambda a: a.rotate([torch.zeros(3)]), AssertionError, "never waited for"),
+        (lambda a: a.move({1: [torch.zeros(3)]} if a.rank == 0 else {}, {}).wait(), AssertionError, "rank 0 -> 1"),
+        (fails_alone, KeyError, "lost"),
+    ],
+)
+def test_threads_find_what_a_rank_does_wrong_and_end_with_its_error(call, error, says):
+    with pytest.raises(error, match=says):
+        run(lambda mesh: call(axis(mesh, "ring")), ring=3)
 
 
 class Harmful:
@@ -225,16 +221,3 @@ def test_axes_of_a_two_dimensional_mesh_are_independent():
 
     results = run(one_rank, ring=2, ulysses=3)
     assert results[4] == ([1.0, 11.0], [10.0, 11.0, 12.0])  # rank 4 is ring 1, ulysses 1
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ({"ring": 0}, "ring=0: the number of ranks along ring"),
-        ({"ring": 2.5}, "ring=2.5"),
-        ({"sequence": 4, "ring": 2}, "leave out ring=2"),
-    ],
-)
-def test_an_impossible_mesh_is_refused(sizes, says):
-    with pytest.raises(ValueError, match=says):
-        init_mesh(**sizes)

@@ -168,8 +168,6 @@ def test_auto_takes_the_fastest_kernel() -> None:
         assert select(PROBLEM, table=without, backward=backward).name == "cudnn"
         for change in ({"arch": (8, 0)}, {"rows": 1000}, {"deterministic": True}, {"rectangles": False}):
             assert select(replace(PROBLEM, **change), table=both, backward=backward).name == "triton", change
-    with pytest.raises(NotImplementedError, match="differ from run to run"):
-        select(replace(PROBLEM, deterministic=True), "cudnn", table=both)
 
 
 def test_what_is_missing_and_would_be_faster_says_so() -> None:
@@ -191,15 +189,6 @@ def test_tune_writes_rates_that_auto_uses(tmp_path, monkeypatch) -> None:
     options = replace(options, value_dim=8)
     assert "sm00/tiled/long/16x8" in tune.rates_of(options, 16, "cpu", ("tiled",))
     select.cache_clear()
-
-
-@pytest.mark.parametrize("text", ['{"a": ["b", "c"]}', '{"a": [NaN, 1]}', '{"a": [1, -1]}', '{"a": [1]}', "[]", "5"])
-def test_a_file_without_rates_is_refused(text, tmp_path) -> None:
-    before, path = dict(rates.RATES), tmp_path / "rates.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"rates\.json: expected for each key two rates above 0"):
-        rates.use(path)
-    assert before == rates.RATES
 
 
 @pytest.fixture

@@ -114,7 +114,7 @@ def test_rows_of_different_lengths_keep_their_own_windows_and_go_back_as_far_as_
         out, longer = ra.decode(*(x[rows, at] for x in (q, k, v)), cache, spec=spec)
         assert np.allclose(out, expected[rows, at], atol=1e-5)
         assert longer.first.tolist() == [34, at[1, 2] + 1 - 16]
-    with pytest.raises(ValueError, match=r"truncate to \[38, 38\]: .* back from \[39, 49\] to \[39, 39\]"):
+    with pytest.raises(ValueError):
         cache.truncate(38)
 
 
@@ -144,8 +144,8 @@ def test_a_batch_and_heads_may_be_cut_too(kind):
     last, cache = ra.decode(*(x[:, 12:] for x in (q, k, v)), cache, sinks=sinks)
     assert cache.k.sharding.shard_shape(cache.k.shape) == (1, 8, 1, 8)
     assert np.allclose(np.concatenate([plan.unshard(out), last], 1), expected, atol=1e-5)
-    with pytest.raises(ValueError, match=r"kv_heads=3: \('tensor',\)=2 cut the heads; name other axes"):
-        ra.KVCache.allocate(plan, **{**sizes, "kv_heads": 3})
+    with pytest.raises(ValueError):
+        ra.KVCache.allocate(plan, **{**sizes, "kv_heads": 3})  # two devices cut the heads
 
 
 def test_rows_of_different_lengths_and_forks():
@@ -196,30 +196,25 @@ def test_a_cache_may_be_made_under_jit():
     assert [type(x) for x in (small.max_len, small.window, small.most)] == [int, int, int]
 
 
-def test_gradients_through_a_cache_are_refused_and_what_needs_none_is_not():
-    q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
-    cache = cache_of(k, v, ring=2, max_len=9)
-    mine = [cache.plan.shard(x) for x in (q, k, v)]
-
-    def prefill(scale):
-        return ra.prefill(*(x * scale for x in mine), cache.plan, cache)
-
-    def decode(scale):
-        full = ra.prefill(*mine, cache.plan, cache)[1]
-        return ra.decode(*(x[:, :1] * scale for x in (q, k, v)), full)
-
-    for call in (prefill, decode):
-        with pytest.raises(NotImplementedError, match=r"nothing of a cache is differentiable .*stop_gradient"):
-            jax.eval_shape(jax.grad(lambda x, call=call: call(x)[0].sum()), 1.0)
-        assert jax.eval_shape(jax.grad(lambda x, call=call: x * call(x)[0].argmax()), 1.0).shape == ()
+THREE = {"batch": 1, "max_len": 8, "kv_heads": 3, "head_dim": 8}
 
 
-def test_wrong_arguments_are_errors_with_a_remedy():
+def test_wrong_arguments_and_gradients_are_errors_with_a_remedy():
     """The others are those of torch, in tests/test_cache_refusals.py."""
     q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
     cache = cache_of(k, v, ring=2)
     mine = [cache.plan.shard(x) for x in (q, k, v)]
     small = cache_of(k, v, ring=2, window=2, room=1, max_len=99, block=1)
+    cut = jax.sharding.Mesh(np.array(jax.devices()[:2])[None], ("ring", "tensor"))
+
+    def prefill(scale):
+        return ra.prefill(*(x * scale for x in mine), cache.plan, cache)[0]
+
+    def decode(scale):
+        full = ra.prefill(*mine, cache.plan, cache)[1].truncate(7)
+        return ra.decode(*(x[:, :1] * scale for x in (q, k, v)), full)[0]
+
+    gradient = "nothing of a cache is differentiable .*stop_gradient"
     for call, says in [
         (lambda: ra.decode(q, k, v, cache), "decode before prefill: the cache holds"),
         (lambda: ra.prefill(*mine, cache_of(k, v, ring=4).plan, cache), "was allocated for another plan"),
@@ -230,9 +225,14 @@ def test_wrong_arguments_are_errors_with_a_remedy():
         (lambda: cache.truncate(3), "the rows can go back from"),
         (lambda: cache.append(k[:, :7], v[:, :7]).fork(2, max_len=3), "the rows hold up to 7 tokens already"),
         (lambda: cache_of(k, v, max_len=2**31, window=4), "max_len=2147483648: JAX counts positions in 32 bits"),
+        (lambda: ra.KVCache.allocate(ra.plan(cut, seq_len=8, axes={"heads": "tensor"}), **THREE), "cut the heads"),
+        (lambda: jax.eval_shape(jax.grad(lambda x: prefill(x).sum()), 1.0), gradient),
+        (lambda: jax.eval_shape(jax.grad(lambda x: decode(x).sum()), 1.0), gradient),
     ]:
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(NotImplementedError if says == gradient else ValueError, match=says):
             call()
+    for call in (prefill, decode):  # what needs no gradient of a cache is not refused
+        assert jax.eval_shape(jax.grad(lambda x, call=call: x * call(x).argmax()), 1.0).shape == ()
     full = cache_of(k, v, max_len=1000).append(k, v)
     assert jax.jit(full.truncate)(jnp.array([5, 6], jnp.int8)).lengths.tolist() == [5, 6]
     assert len(cache.fork(jnp.array(2)).lengths) == 4

@@ -21,7 +21,7 @@ def test_a_package_that_cannot_be_imported_is_one_kernel_less(broken):
     assert select(PROBLEM, table=table) is serves
     why = {"broken": "cannot be imported: AttributeError: no such op", "missing": "no_such_package is not installed"}
     assert refusals(PROBLEM, table) == {**why, "reference": None}
-    with pytest.raises(NotImplementedError, match=rf"broken: {why['broken']}; kernel='reference' would serve"):
+    with pytest.raises(NotImplementedError):
         select(PROBLEM, "broken", table)
 
 

@@ -190,31 +190,6 @@ def test_rows_hold_at_most_twice_the_tokens_and_two_chunks_a_document(tokens, le
 CALL = {n: x if x is None else x.float() for n, x in inputs(9, "head").items()}
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"states": 3}, r"initial_state has shape \(3, 2, 8, 12\); expected \(2, 2, 8, 12\).*or \(6, 2, 8, 12\), one a "
-         r"document: 2 x 3 documents \(a row with fewer ends in empty ones, which count too\)"),
-        ({"states": 6, "docs": None}, r"initial_state has shape \(6, 2, 8, 12\); expected \(2, 2, 8, 12\): batch"),
-        ({"states": 6, "dtype": torch.bfloat16}, "initial_state is torch.bfloat16; the state of .*float32"),
-        ({"docs": None, "return_state": "documents"}, "return_state='documents': .*or with docs 'documents'"),
-        ({"return_state": "document"}, "return_state='document': pass True or False, or with docs 'documents'"),
-        ({"return_state": 1}, "return_state=1: pass True or False, or with docs 'documents'"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("ring", [1, 2])
-def test_a_wrong_call_says_what_is_wrong(change, says, ring):
-    call = {"docs": ra.Docs.from_lengths([[3, 3, 3], [4, 5]]), **change}
-    state = torch.zeros(call.pop("states", 6), 2, 8, 12, dtype=call.pop("dtype", torch.float32))
-
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=9)
-        with pytest.raises(ValueError, match=says):
-            ra.linear_attention(*(plan.shard(CALL[n]) for n in "qkvg"), plan, initial_state=state, **call)
-
-    run(one_rank, ring=ring)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "rule"),

@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 import ringattn as ra
-from ringattn.comms.axis import Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis
 from ringattn.models import loss
@@ -70,13 +69,10 @@ def test_no_real_token_at_all_is_zero_and_not_nan():
     assert ra.token_mean(torch.rand(1, 4), plan, mask=torch.zeros(1, 4, dtype=torch.int64)).item() == 0
 
 
-def test_a_mask_of_one_row_counts_for_every_row_and_one_of_another_shape_is_refused():
+def test_a_mask_of_one_row_counts_for_every_row():
     losses, mask, plan = torch.rand(8, 16), torch.arange(16)[None] < 5, ra.plan(seq_len=16)
     for given in (mask, mask[0], mask.expand(8, 16)):
         torch.testing.assert_close(ra.token_mean(losses, plan, mask=given), losses[:, :5].mean())
-    for shape in ((3, 16), (8, 15), (1, 8, 16)):
-        with pytest.raises(ValueError, match=rf"mask has shape \({shape[0]}, .*, losses \(8, 16\)"):
-            ra.token_mean(losses, plan, mask=torch.ones(shape) > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -86,30 +82,6 @@ def test_adds_up_in_float32_or_float64(dtype):
     mean.backward()
     assert mean.item() == 10 and mean.dtype == (dtype if dtype == torch.float64 else torch.float32)
     assert losses.grad.dtype == dtype and losses.grad.eq(torch.tensor(1 / 131072, dtype=dtype)).all()
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"losses_BT": torch.rand(1, 9)}, "losses has 9 tokens, a rank of this plan holds 4"),
-        ({"losses_BT": torch.ones(1, 4).int()}, "losses has shape .* dtype torch.int32; expected floats"),
-        ({"docs": ra.Docs.from_lengths([6])}, "docs: document lengths add up to 6, the sequence has 8 tokens"),
-        ({"mask": torch.full((2, 4), 0.25)}, r"mask is torch.float32: .* give bools \(mask > 0\) or integers"),
-        ({"over": Solo("data")}, "over=.*: a list of axes"),
-    ],
-    ids=lambda x: x[:30] if isinstance(x, str) else next(iter(x)),
-)
-def test_a_wrong_argument_of_one_rank_is_refused_on_all(given, says):
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=8)
-        call = {"losses_BT": torch.rand(2, 4), "plan": plan}
-        with pytest.raises(ValueError, match=rf"{says}.*\(on ring rank 1\)"):
-            ra.token_mean(**call | (given if mesh.rank else {}))
-        ra.token_mean(**call)
-        with pytest.raises(ValueError, match=r"over: ring rank 0 has \['data'\], ring rank 1 has \[\]"):
-            ra.token_mean(**call, over=[] if mesh.rank else [Solo("data")])
-
-    run(one_rank, ring=2, timeout=20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -138,20 +110,6 @@ def test_cross_entropy_is_the_mean_over_labels_of_all_ranks_and_pieces(dtype, mo
         torch.testing.assert_close(mean, expected.detach())
         near = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {}
         torch.testing.assert_close(grad.float(), whole.grad[row], **near)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"labels_BT": torch.tensor([[0, 1, 2, 7]])}, "label 7 is not among 7 classes, nor ignore_index=-100"),
-        ({"labels_BT": torch.zeros(1, 3).long()}, r"labels has shape \(1, 3\)"),
-        ({"logits_BTV": torch.zeros(1, 8, 7)}, "logits has 8 tokens, a rank of this plan holds 4"),
-    ],
-)
-def test_labels_that_cannot_be_are_refused(given, says):
-    given = {"logits_BTV": torch.zeros(1, 4, 7), "labels_BT": torch.zeros(1, 4).long()} | given
-    with pytest.raises(ValueError, match=says):
-        ra.cross_entropy(**given, plan=ra.plan(seq_len=4))
 
 
 def test_tokens_are_counted_exactly():

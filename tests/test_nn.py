@@ -2,13 +2,12 @@
 
 from copy import deepcopy
 
-import pytest
 import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.masks.spec import AttentionSpec
-from ringattn.models.nn import Attention, StreamingAttention, rope, rope_angles
+from ringattn.models.nn import Attention, rope, rope_angles
 
 
 def test_rope_products_depend_on_the_distance_alone():
@@ -55,24 +54,3 @@ def test_a_layer_over_ranks_is_the_layer_on_one_device():
         torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-6)
     for name, weight in single.named_parameters():
         torch.testing.assert_close(sum(shares[name] for *_, shares in results), weight.grad, rtol=0, atol=1e-5)
-
-
-X = torch.zeros(2, 6, 32)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Attention(32, 4, 2, 7), "head_dim=7 is odd; rotary positions turn pairs"),
-        (lambda: Attention(32, 4, 3, 8), "heads=4 and kv_heads=3: kv_heads must divide heads"),
-        (lambda: StreamingAttention(32, 64), "d_model=32 and heads=64 make heads of size 0"),
-        (lambda: StreamingAttention(32, 0), "heads=0: at least 1, a whole number"),
-        (lambda: layer()(X[0]), r"x has shape \(6, 32\); expected \[batch, tokens, 32\]"),
-        (lambda: layer()(X, ra.plan(seq_len=5)), "x has 6 tokens, a rank of this plan holds 5"),
-        (lambda: layer()(X, positions=torch.arange(5)), r"positions have shape \(5,\); x has 2 rows of 6 tokens"),
-        (lambda: layer()(X, "x"), r"plan is of type str; make one with ringattn.plan\(mesh"),
-    ],
-)
-def test_what_does_not_fit_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -146,40 +146,6 @@ def test_a_stream_gives_what_forward_gives(ring, ulysses, place, kind, choices):
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-def test_wrong_order_and_wrong_rows_are_errors():
-    made, (x, _) = layer(), data()
-    with pytest.raises(ValueError, match="step before prefill"):
-        made.step(x)
-    made.prefill(x)
-    state = made.state
-    with pytest.raises(ValueError, match="x has 1 batch rows, the sequence so far 2"):
-        made.step(x[:1])
-    with pytest.raises(ValueError, match="x requires gradients"):
-        made.prefill(x.requires_grad_())
-    assert made.state is state
-    made.reset()
-    with pytest.raises(ValueError, match="step before prefill"):
-        made.step(x.detach())
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"gate": "row"}, "gate='row': choose 'channel' or 'head'"),
-        ({"convolution": 1.5}, r"convolution=1\.5 must be a whole number, at least 0"),
-        ({"heads": "4"}, "heads='4': at least 1"),
-    ],
-)
-def test_an_impossible_layer_is_refused(given, says):
-    with pytest.raises(ValueError, match=says):
-        GatedLinearAttention(**{"d_model": C, "heads": 4, **given})
-
-
-def test_documents_of_another_sequence_are_refused():
-    with pytest.raises(ValueError, match="docs: document lengths add up to 44, the sequence has 45 tokens"):
-        layer()(data()[0], docs=ra.Docs.from_lengths([T - 1]))
-
-
 def compiled_and_not() -> list[np.ndarray]:
     plan = None
     if dist.is_initialized():

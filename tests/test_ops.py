@@ -1,5 +1,7 @@
 """torch.compile with symbolic sizes; which kernel is selected."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +9,9 @@ import torch
 
 import ringattn
 from ringattn import kernels
+from ringattn.kernels.attention import pallas
+from ringattn.kernels.attention.libraries import sdpa_cpu
+from ringattn.kernels.intervals import Intervals
 
 LAYER = ringattn.nn.Attention(8, 2)
 SIZES: dict[str, tuple[Any, tuple[int, ...], Any]] = {  # a call, the shape of x, and its second argument
@@ -37,24 +42,46 @@ def problem(**changes: object) -> kernels.Problem:
     return kernels.Problem(**{**given, **changes})  # type: ignore[arg-type]
 
 
-def test_nothing_falls_back_to_a_slow_kernel_unasked() -> None:
-    """float64 on a GPU: only the slow ones serve, so they must be asked for by name."""
-    with pytest.raises(NotImplementedError, match=r"kernel='tiled' would serve \(slow on this device\)"):
-        kernels.select(problem(dtype="float64"))
-    assert kernels.select(problem(dtype="float64"), "tiled").name == "tiled"
+def select(name: str = "auto", **changes: object) -> kernels.Kernel:
+    return kernels.select(problem(rectangles=True, arch=(9, 0), rows=2**20, **changes), name)
 
 
-def test_a_named_kernel_that_refuses_says_why_and_which_kernel_serves() -> None:
-    with pytest.raises(
-        NotImplementedError, match=r"cuDNN takes bfloat16 and float16, not float32.*'tiled' would serve"
-    ):
-        kernels.select(problem(dtype="float32", rectangles=True), "cudnn")
-    with pytest.raises(NotImplementedError, match=r"take.* up to 256.*'tiled' would serve"):
-        kernels.select(problem(head_dim=512, value_dim=512), "decode")
+def on_tpu(name: str, **changes: object) -> kernels.Kernel:
+    return pallas.select(problem(**{"device": "tpu", **changes}), name)
 
 
-def test_few_queries_go_to_decode() -> None:
+X = torch.zeros(1, 4, 1, 8)
+REFUSED = [  # which kernel, why, and which one serves
+    (partial(select, dtype="float64"), r"kernel='tiled' would serve \(slow on this device\)"),
+    (partial(select, "cudnn", dtype="float32"), "cuDNN takes bfloat16 and float16, not float32.*'tiled' would serve"),
+    (partial(select, "cudnn", deterministic=True), "differ from run to run"),
+    (partial(select, "cudnn", device="cpu"), "not on cpu"),
+    (partial(select, "cudnn", softcap=True), "softcap"),
+    (partial(select, "cudnn", head_dim=264, value_dim=264), "264"),
+    (partial(select, "decode", head_dim=512, value_dim=512), "take.* up to 256.*'tiled' would serve"),
+    (partial(select, "decode", queries=64), "few queries"),
+    (partial(select, "triton", dtype="float64"), "float64"),
+    (partial(select, "triton", value_dim=512), "value_dim=512"),
+    (partial(select, "triton", device="tpu"), "tpu"),
+    (partial(on_tpu, "splash", device="cuda"), "TPU kernel.*cuda.*'reference' would serve"),
+    (partial(on_tpu, "splash", dtype="float64"), "not float64"),
+    (lambda: sdpa_cpu.attend(X, X, X, Intervals(*torch.zeros(2, 1, 4, dtype=torch.int32)), scale=1.0),
+     "rectangles_of.*the triton and tiled kernels run any intervals"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "says"), REFUSED, ids=[says[-40:] for _, says in REFUSED])
+def test_a_kernel_that_cannot_says_why_and_which_one_serves(call: Callable[[], object], says: str) -> None:
+    """float64 on a GPU: only slow ones serve, so they must be asked for by name."""
     pytest.importorskip("triton")
-    if ringattn.kernels.TABLE[0].refuses(problem(queries=1)) is None:
+    with pytest.raises(NotImplementedError, match=says):
+        call()
+
+
+def test_a_kernel_that_can_is_selected() -> None:
+    assert (select("cudnn").name, select("tiled", dtype="float64").name) == ("cudnn", "tiled")
+    assert (on_tpu("auto").name, on_tpu("auto", device="cuda").name) == ("splash", "reference")
+    pytest.importorskip("triton")
+    assert select("triton").name == "triton"
+    if kernels.TABLE[0].refuses(problem(queries=1)) is None:
         assert kernels.select(problem(queries=1)).name == "decode"
-    assert "few queries" in str(kernels.refusals(problem(queries=64))["decode"])

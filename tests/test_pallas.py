@@ -8,7 +8,7 @@ import pytest
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
-from ringattn.kernels.attention import pallas, reference  # noqa: E402
+from ringattn.kernels.attention import reference  # noqa: E402
 from ringattn.kernels.attention.pallas import splash  # noqa: E402
 from ringattn.kernels.attention.pallas.blocks import Blocks, Shape, blocks_for  # noqa: E402
 from ringattn.kernels.attention.pallas.worklist import (  # noqa: E402
@@ -168,13 +168,3 @@ def test_blocks_cover_a_length_with_little_padding_and_fit_the_memory():
     assert blocks_for(2300, 5, shape, (6, 0), None)[:2] == (768, 128)
     assert blocks_for(8192, 8192, shape, (6, 0), None)[:2] == (1024, 1024)
     assert blocks_for(8192, 8192, shape, (4, 0), None)[:2] == (1024, 512)
-
-
-def test_a_platform_or_dtype_it_lacks_is_refused_with_the_reason():
-    gpu = pallas.Problem("cuda", "bfloat16", 64, 64, 1, 1)
-    assert pallas.select(pallas.Problem("tpu", "bfloat16", 64, 64, 1, 1)).name == "splash"
-    assert pallas.select(gpu).name == "reference"
-    with pytest.raises(NotImplementedError, match=r"TPU kernel.*cuda.*'reference' would serve"):
-        pallas.select(gpu, "splash")
-    with pytest.raises(NotImplementedError, match=r"not float64"):
-        pallas.select(pallas.Problem("tpu", "float64", 64, 64, 1, 1), "splash")

@@ -4,9 +4,7 @@ import copy
 import dataclasses
 import json
 import pickle
-import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from ringattn.layouts.layout import Layout
 from ringattn.plans.cost import Shape, seen_pairs
 from ringattn.plans.machine import Link, load
 from ringattn.plans.plan import Plan
-from ringattn.plans.ranks import Ranks
 
 
 def on(sizes, **given):
@@ -95,7 +92,6 @@ def test_gathered_bytes_are_those_of_the_other_ranks_keys():
 def test_keys_of_another_length_are_planned_alike():
     plan = on({"ring": 4}, seq_len=100, key_len=37, layout="zigzag")[0]
     assert plan.keys.seq_len == 37 and plan.keys.layout == "zigzag" and plan.keys.local_len == 10
-    assert "keys 37" in str(plan)
 
 
 @pytest.mark.parametrize(("kv_heads", "groups", "far"), [(8, 2, 2), (16, 2, 4), (12, 3, 3), (4, 2, 4), (2, 2, 4)])
@@ -107,24 +103,6 @@ def test_heads_are_exchanged_in_as_many_groups_as_save_time(kv_heads, groups, fa
 
     slow = load("h200").replace(inside=Link(25e9, 25e-6))
     assert [chosen(131072), chosen(16384), chosen(131072, slow), chosen(1024, slow)] == [groups, 1, far, 1]
-
-
-@pytest.mark.parametrize(
-    ("choice", "sizes", "says"),
-    [
-        ({"groups": 3}, {"ulysses": 2}, "groups=3 does not divide the 2 key heads of a rank; leave it out"),
-        ({"groups": 3}, {"ulysses": 4}, "groups=3 does not divide the 2 query heads of a rank; leave it out"),
-        ({"groups": 2}, {"ring": 2}, "groups=2 is for Ulysses and gather"),
-        ({"route": "around"}, {"ring": 2}, "route='around': choose one of auto, direct, relay, levels"),
-        ({"together": 0}, {"ring": 2}, "together=0: give a whole number"),
-        ({"route": "levels", "hosts": 3}, {"ring": 2}, "hosts=3 for ring=2: hosts have equally many ranks"),
-        ({"by": "pigeon"}, {"ring": 2}, "by='pigeon': choose one of auto, symmetric, group"),
-    ],
-)
-def test_a_transport_that_cannot_be_is_refused(choice, sizes, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        strategy = "ring" if "ring" in sizes else "auto"
-        on(sizes, seq_len=64, heads=(8, 4), head_dim=8, transport=ra.Transport(**choice), strategy=strategy)
 
 
 @pytest.mark.parametrize(("hosts", "route"), [(0, "relay"), (1, "direct"), (2, "levels"), (4, "relay")])
@@ -153,42 +131,9 @@ def test_a_plan_on_ranks_is_copied_with_its_axes_and_pickled_without():
         assert copy.deepcopy(plan).axes is plan.axes
         again = pickle.loads(pickle.dumps(plan))
         assert again == plan
-        with pytest.raises(ValueError, match="this plan for 2 ranks has no mesh to run on"):
-            again.shard(torch.zeros(1, 16))
+        assert not again.axes.here
 
     run(one_rank, ring=2)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"dtype": "bf16"}, "dtype='bf16': choose one of float16, bfloat16, float32, float64"),
-        ({"head_dim": 0}, "head_dim=0: give a whole number from 1"),
-        ({"head_dim": 8.5}, "head_dim=8.5: give a whole number"),
-        ({"heads": ("8", "2")}, "heads=('8', '2'): (query heads, key heads)"),
-        ({"transport": "symmetric"}, "transport is of type str; give Transport(route="),
-        ({"route": "relay"}, "route: it is part of transport=Transport"),
-        ({"docs": [8, 8]}, "docs is of type list; pass Docs.from_lengths"),
-        ({"docs": ra.Docs.from_lengths([8])}, "docs: document lengths add up to 8, and seq_len=16"),
-        ({"spec": {}}, "spec is of type dict; pass AttentionSpec"),
-        ({"mesh": 4}, "mesh=4 is of type int; make one with ringattn.init_mesh"),
-        ({"mesh": jax.sharding.Mesh(jax.devices()[:1], ("ring",)), "transport": ra.Transport(hosts=2, by="group")},
-         "hosts=2, together=None, groups=None, by='group', grads='auto'): in JAX the compiler moves the blocks"),
-    ],
-)  # fmt: skip
-def test_what_no_plan_can_be_made_of_is_refused(given, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        ra.plan(**{"seq_len": 16, **given})
-
-
-IN_JAX = Ranks(None, None, "jax", here=False)
-
-
-def test_jax_counts_positions_in_32_bits():
-    assert Plan(2**31).seq_len == 2**31
-    for given in ({"seq_len": 2**30}, {"seq_len": 8, "key_len": 2**30}):
-        with pytest.raises(ValueError, match="1073741824 tokens: JAX counts positions in 32 bits, at most 1073741823"):
-            Plan(**given, axes=IN_JAX)
 
 
 def test_ulysses_may_lie_on_several_hosts():

@@ -74,18 +74,6 @@ def test_what_is_sent_is_one_token_a_segment():
     assert max(run(one_rank, ring=4)) <= 2 * 4  # two segments, of float32
 
 
-def test_what_cannot_be_is_refused_in_a_sentence():
-    plan, x = ra.plan(seq_len=4), torch.arange(4)[None]
-    for given_, words in (
-        ({"shift": 0.5}, "shift=0.5: how many places"),
-        ({"dim": 0}, "dim 0 of x has 1 tokens; a rank of this plan holds 4"),
-        ({"docs": [2, 2]}, "docs is of type list"),
-        ({"docs": ra.Docs.from_lengths([3])}, "add up to 3, the sequence has 4"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            plan.roll(x, **given_)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_global_jax_arrays(layout):

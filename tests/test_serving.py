@@ -1,9 +1,5 @@
 """What prefill and decode decide without a device: where tokens lie, which way a chunk moves, how partials meet."""
 
-import re
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -101,6 +97,11 @@ def test_either_exchange_gives_every_rank_the_same_bits(dtype, limit, monkeypatc
             assert (outs[0] - expected).norm() <= limit * expected.norm()
 
 
+def test_a_cache_is_of_its_framework_and_in_bfloat16_unless_another_dtype_is_asked_for():
+    cache = KVCache.allocate(ra.plan(seq_len=8), batch=1, max_len=64, kv_heads=2, head_dim=16)
+    assert isinstance(cache, ra.KVCache) and cache.k.dtype == torch.bfloat16
+
+
 def test_what_travels_is_as_long_as_the_chunk_however_long_the_prompt(monkeypatch):
     hops, move = [], LocalAxis.move
 
@@ -119,65 +120,3 @@ def test_what_travels_is_as_long_as_the_chunk_however_long_the_prompt(monkeypatc
     monkeypatch.setattr(LocalAxis, "move", counted)
     run(one_rank, ring=2)
     assert max(hops) == 40 and hops.count(40) >= 2 * 6  # 256 keys a rank at the end
-
-
-def test_a_cache_is_a_kv_cache_and_takes_what_its_framework_takes():
-    sizes = {"batch": 1, "max_len": 64, "kv_heads": 2, "head_dim": 16}
-    cache = ra.KVCache.allocate(ra.plan(seq_len=8), **sizes)
-    assert isinstance(cache, ra.KVCache) and type(cache) is KVCache and cache.k.dtype == torch.bfloat16
-    with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
-        ra.KVCache.allocate(ra.plan(seq_len=8), **sizes, size=3)
-    for plan, kind in ((3, "int"), (None, "NoneType")):
-        for allocate in (ra.KVCache.allocate, KVCache.allocate):
-            with pytest.raises(ValueError, match=f"plan is of type {kind}; make one with ringattn.plan"):
-                allocate(plan, **sizes)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"dtype": torch.int8}, "dtype=torch.int8: choose one of float16, bfloat16, float32, float64"),
-        ({"window": 0}, "window=0: at least 1, a whole number"),
-        ({"window": 4, "room": -1}, "room=-1: at least 1, a whole number"),
-        ({"batch": 2.0}, "batch=2.0: at least 1, a whole number"),
-    ],
-)
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_memory_of_no_size_is_refused(given, says, framework):
-    mesh = jax.sharding.Mesh(jax.devices()[:1], ("ring",)) if framework == "jax" else None
-    with pytest.raises(ValueError, match=re.escape(says)):
-        ra.KVCache.allocate(
-            ra.plan(mesh, seq_len=8), **{"batch": 1, "max_len": 64, "kv_heads": 2, "head_dim": 16, **given}
-        )
-
-
-def test_what_is_no_cache_or_of_the_other_framework_is_refused():
-    x = torch.randn(1, 8, 2, 16)
-    plan, on_jax = (ra.plan(mesh, seq_len=8) for mesh in (None, jax.sharding.Mesh(jax.devices()[:1], ("ring",))))
-    sizes = {"batch": 1, "max_len": 64, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
-    cache, jax_cache = (ra.KVCache.allocate(each, **sizes) for each in (plan, on_jax))
-    y = jnp.asarray(x.numpy())
-    for call, says in [
-        (lambda: ra.decode(x, x, x, None), "cache is of type NoneType; make one with KVCache.allocate"),
-        (lambda: ra.prefill(x, x, x, None, cache), "plan is of type NoneType; make one with ringattn.plan"),
-        (lambda: ra.prefill(x, x, x, cache, plan), "plan is of type KVCache; pass it as cache="),
-        (lambda: ra.decode(y, y, y, cache), "made for a torch mesh, and q is a jax array"),
-        (lambda: ra.decode(x, x, x, jax_cache), "made for a jax mesh, and q is a torch tensor"),
-        (lambda: cache.append(y, y), "made for a torch mesh, and k is a jax array"),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            call()
-
-
-def test_a_wrong_prefill_of_one_rank_is_refused_on_all():
-    def one_rank(mesh):
-        plan = ra.plan(mesh, seq_len=16)
-        x = torch.randn(1, 8, 2, 16)
-        cache = KVCache.allocate(plan, batch=1, max_len=64, kv_heads=2, head_dim=16, dtype=x.dtype)
-        for given in ({"sinks": [0.0, 0.0]}, {"spec": {}}, {"keys": 1.5}, {"start": "0"}, {"plan": None}):
-            arguments = {"plan": plan, **(given if mesh.rank else {})}
-            with pytest.raises(ValueError, match=r"on ring rank 1"):
-                ra.prefill(x, x, x, arguments.pop("plan"), cache, **arguments)
-        assert cache.lengths.tolist() == [0]
-
-    run(one_rank, ring=2, timeout=20)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ringattn.jax.attention.steps import global_bounds
 from ringattn.layouts.layout import LAYOUTS, to_local
 from ringattn.masks.bands import bounds_at, families, intervals, work_of
-from ringattn.masks.slices import Mask as Slices
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.mask import Mask, reads_of
 from ringattn.plans.plan import Plan
@@ -96,49 +95,8 @@ def test_docs_stay_what_they_were_when_the_callers_array_is_filled_again():
     again = pickle.loads(pickle.dumps(docs))
     assert again == docs
     for mine in (docs, again, Docs.from_lengths([3, 5])):
-        with pytest.raises(ValueError, match="read-only"):
-            mine.starts[0, 1] = 5
+        assert not mine.starts.flags.writeable
         assert mine.encoded.flags.writeable  # as torch.compile wants the arrays that it guards, and else it warns
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: AttentionSpec(window=0), "window=0: the number of keys a query sees, at least 1"),
-        (lambda: AttentionSpec(window=2.5), "window=2.5"),
-        (lambda: AttentionSpec(causal="no"), "causal='no': pass True or False"),
-        (lambda: AttentionSpec(causal=False, window=4), "pass a pair: window=\\(3, 0\\)"),
-        (lambda: AttentionSpec(scale=-1.0), "scale=-1.0"),
-        (lambda: AttentionSpec(softcap=0.0), "softcap=0.0"),
-        (
-            lambda: AttentionSpec(softcap=1e39),
-            "softcap=1e\\+39: scores .* in float32; pass a number from 1e-18 to 1e18",
-        ),
-        (lambda: Docs.from_lengths([3, -1]), r"at least 0, got \[3, -1\]"),
-        (lambda: Docs.from_lengths([9], pad_to=8), "9 tokens do not fit in pad_to=8"),
-        (lambda: Docs.from_lengths([[3], [4]]), r"add up to \[3, 4\].*pass pad_to=4"),
-        (lambda: Docs.from_lengths([]), "no documents"),
-        (
-            lambda: Docs.from_lengths([2**62, 2**62]),
-            "documents of 9223372036854775808 tokens: at most 1099511627776",
-        ),
-        (lambda: Docs.from_cu_seqlens([0, 7.9, 16]), r"whole numbers of at least 0, got \[0, 7.9, 16\]"),
-        (lambda: Docs.from_cu_seqlens([0, 7, 3]), r"never decrease, got \[0, 7, 3\]"),
-        (lambda: Docs.from_cu_seqlens([1, 4]), "must begin with 0"),
-        (lambda: Docs.from_lengths([5, 3], prefix=[6, 0]), r"prefix: for each of 2 documents .* got \[6, 0\]"),
-        (lambda: Docs.from_lengths([5, 3], spans=[(3, 6)]), r"\(3, 6\) is no range of tokens within one document"),
-        (lambda: Docs.from_lengths([8], spans=[(1, 4), (3, 6)]), r"spans overlap: \[1, 4\] and \[3, 6\]"),
-        (lambda: Docs.tree([3, 3], [-1, 1]), "parents are not a tree: segment 1 has parent 1"),
-        (lambda: Docs.tree([3, 3], [-1]), "parents: 1 numbers for 2 segments"),
-        (lambda: AttentionSpec(window=(3, 2)), "looks to both sides; use causal=False"),
-        (lambda: AttentionSpec(chunk=0), "chunk=0: the number of positions of a block, at least 1"),
-        (lambda: Slices.from_slices([(0, 4)], [(0, 9)], ["full"], 8), r"k_ranges\[0\] = \(0, 9\) is no range within"),
-        (lambda: Slices.from_slices([(0, 8)] * 2, [(0, 4), (3, 8)], "full", 8), "slices overlap: queries 0 to 8"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_numbers(make, says):
-    with pytest.raises(ValueError, match=says):
-        make()
 
 
 def test_lengths_come_as_lists_arrays_and_tensors():

@@ -1,13 +1,14 @@
 """A layer that takes its sequence as it comes gives what it gives for the whole at once, on any number of ranks."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.models.nn import StreamingAttention
+from ringattn.models.nn import GatedLinearAttention, StreamingAttention
 
 MESHES = [{"ring": 1}, {"ring": 3}, {"ring": 2, "ulysses": 2}]
 
@@ -62,28 +63,36 @@ def test_rows_of_different_lengths_go_on_at_their_own_positions():
         single.float()
 
 
-def test_calls_in_the_wrong_order_are_named_and_change_nothing():
-    x, single = tokens(), layer(max_len=43)
-    with pytest.raises(ValueError, match="step before prefill: this layer has seen no prompt"):
-        single.step(x[:, :1])
-    with pytest.raises(ValueError, match="44 more tokens do not fit: rows hold up to 0 of max_len=43"):
-        single.prefill(tokens(T=44))
-    assert single.cache is None
-    single.prefill(x)
-    for wrong, says in [
-        (lambda: single.prefill(x), "41 more tokens do not fit: rows hold up to 41 of max_len=43"),
+@pytest.mark.parametrize("make", [partial(layer, max_len=43), lambda: GatedLinearAttention(64, heads=4)])
+def test_calls_in_the_wrong_order_are_named_and_change_nothing(make):
+    x, single = tokens(), make()
+    before = [(lambda: single.step(x[:, :1]), "step before prefill: this layer has seen no prompt")]
+    after = [
         (lambda: single.prefill(x[:1]), "x has 1 batch rows, the sequence so far 2; reset"),
         (
             lambda: single.step(x[:, :1].clone().requires_grad_()),
             "x requires gradients, but prefill and step have none",
         ),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            wrong()
-        assert single.cache.lengths.tolist() == [41, 41]
-    single.reset()
-    with pytest.raises(ValueError, match="step before prefill"):
-        single.step(x[:, :1])
+    ]
+    if isinstance(single, StreamingAttention):
+        before += [(lambda: single.prefill(tokens(T=44)), "44 more tokens do not fit: rows hold up to 0 of max_len=43")]
+        after += [(lambda: single.prefill(x), "41 more tokens do not fit: rows hold up to 41 of max_len=43")]
+    for prompt, wrong in ((None, before), (x, after), (None, before)):
+        single.reset()
+        if prompt is not None:
+            single.prefill(prompt)
+        state = state_of(single)
+        for call, says in wrong:
+            with pytest.raises(ValueError, match=says):
+                call()
+            assert state_of(single) == state
+
+
+def state_of(single):
+    """Of attention how many tokens are cached; of a linear layer which tensors it has."""
+    if not isinstance(single, StreamingAttention):
+        return id(single.state)
+    return single.cache and single.cache.lengths.tolist()
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ringattn.kernels import Problem
 from ringattn.kernels.attention import reference
-from ringattn.kernels.attention.triton import KERNEL, attend, attend_backward, refuses, row_delta
+from ringattn.kernels.attention.triton import KERNEL, attend, attend_backward, row_delta
 from ringattn.kernels.attention.triton.backward import spans
 from ringattn.kernels.attention.triton.table import TABLE, Tile, Tiles, load, save
 from ringattn.kernels.families import over_families
@@ -401,14 +400,6 @@ def test_threads_compile_and_interpret_one_after_the_other() -> None:
         sys.setswitchinterval(before)
     assert all(torch.equal(first.out, other.out) for other in others)
     torch.testing.assert_close(first.out, reference.attend(q, k, v, Intervals(end * 0, end), scale=0.2).out)
-
-
-def test_refuses_by_name() -> None:
-    fits = Problem("cuda", "bfloat16", 128, 128, 8, 2)
-    assert refuses(fits) is None
-    assert "float64" in str(refuses(replace(fits, dtype="float64")))
-    assert "value_dim=512" in str(refuses(replace(fits, value_dim=512)))
-    assert "tpu" in str(refuses(replace(fits, device="tpu")))
 
 
 def test_a_table_survives_the_disk(tmp_path) -> None:

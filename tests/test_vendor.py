@@ -280,30 +280,6 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(kernel: str
             assert not out[:, after].isfinite().any()
 
 
-def test_intervals_without_rectangles_are_refused_by_name() -> None:
-    x = torch.randn(1, 4, 1, 8)
-    where = intervals_of("causal", 4)
-    with pytest.raises(NotImplementedError, match=r"rectangles_of.*the triton and tiled kernels run any intervals"):
-        sdpa_cpu.attend(x, x, x, where._replace(rectangles=None), scale=1.0)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, None),
-        ({"device": "cpu"}, "not on cpu"),
-        ({"softcap": True}, "softcap"),
-        ({"head_dim": 264, "value_dim": 264}, "264"),
-    ],
-    ids=str,
-)
-def test_cudnn_refuses_by_name(change: dict, reason: str | None) -> None:
-    fits = {"device": "cuda", "dtype": "bfloat16", "head_dim": 128, "value_dim": 128, "heads": 8, "kv_heads": 2}
-    problem = kernels.Problem(**{**fits, "rectangles": True, "arch": (9, 0), **change})
-    message = kernels.refusals(problem)["cudnn"]
-    assert message is None if reason is None else reason in str(message), f"{change}: {message}"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_VENDORS)
 @pytest.mark.parametrize("mask", MASKS)
