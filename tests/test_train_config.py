@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.
 from ringattn.conf import schema
 from ringattn.conf.schema import Data, Model, Strategy, Train
 from ringattn.launch.train import configured
-from ringattn.launch.train import start as train
 
 ROOT = Path(__file__).parent.parent
 FILES = Data(path=str(ROOT / "conf"))
@@ -45,72 +45,66 @@ def test_without_arguments_the_configuration_is_the_schema():
     assert config.model == Model()
 
 
+WORDS = [
+    (["strategy.rnig=2"], "no key 'strategy.rnig'; did you mean 'strategy.ring'?"),
+    (["model=tinny"], "model=tinny: choose one of block8b, hybrid, small, tiny; did you mean 'tiny'?"),
+    (["seq_len=0"], "seq_len=0: must be above 0"),
+    (["model.heads=3"], "model.heads=3 does not divide model.dim=128"),
+    (["run=../x"], "is a name inside folder=runs"),
+    (["seq_len=abc"], "seq_len: expected a whole number; Value 'abc'"),
+    (["run='a\x1b[31m'"], r"run='a\x1b[31m': text must be without control characters"),
+    (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
+    (["optimizer.lr=inf"], "optimizer.lr=inf: must be a number, and finite"),
+    (["optimizer.beta1=1"], "optimizer.beta1=1.0: must be below 1"),
+    (["data.documents=300"], "data.documents=300 ends no document: tokens are 0 to 255"),
+    (["run=ä"], """run=ä: this value cannot be read; quotes within quotes may help"""),
+    (["+model.foo=3"], "no key 'model.foo'"),
+    (["optimizer=adam"], "str is not a subclass of Optimizer"),
+    (["optimizer={lrr:3}"], "no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+    (["seq_len"], "seq_len: give seq_len=VALUE"),
+    (["model=tiny,small"], "Ambiguous value for argument 'model=tiny,small'"),
+    (["seq_len=${nowhere}"], "Interpolation key 'nowhere' not found"),
+    (["--config-dir", "/nope"], "--config-dir /nope: there is no such folder"),
+    (["--cfgg", "job"], "no option --cfgg (there are --cfg job"),
+    (["run=x${oc.env:HOME}"], "${oc.env:HOME} is refused"),
+    (["+hydra.callbacks.x._target_=m.C"], "no key 'hydra.callbacks.x._target_'"),
+    (["hydra.searchpath=[pkg://m]"], "no key 'hydra.searchpath'"),
+]
+FILES_OF_MINE = [
+    ("optimizer: {lrr: 3}", "experiment/mine.yaml: no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+    ("seq_len: abc", "experiment/mine.yaml: seq_len: expected a whole number; Value 'abc'"),
+    ("seq_len: [1", "experiment/mine.yaml, line 3: expected ',' or ']'"),
+    (
+        "defaults: [override /model: tinny]",
+        "model=tinny: choose one of block8b, ",
+    ),
+    ("model: {_target_: os.system}", "experiment/mine.yaml: no key 'model._target_'"),
+    ("run: '${oc.decode:${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
+    ("run: '${oc.select:nothing,${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
+    ("defaults: [override /model: '${oc.env:HOME}']", "${oc.env:HOME} is refused"),
+    (r'run: "a\0b\n"', r"run='a\x00b\n': text must be without control characters"),
+    ("a: &a [1]\nb: [" + "*a, " * 17 + "]", "mine.yaml has 17 YAML aliases"),
+]
+NEAR = "choose one of h200_long, million, mine, smoke; did you mean 'mine'?\n"
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "text", "message"),
     [
-        (["strategy.rnig=2"], "no key 'strategy.rnig'; did you mean 'strategy.ring'?"),
-        (["model=tinny"], "model=tinny: choose one of block8b, hybrid, small, tiny; did you mean 'tiny'?"),
-        (["seq_len=0"], "seq_len=0: must be above 0"),
-        (["model.heads=3"], "model.heads=3 does not divide model.dim=128"),
-        (["run=../x"], "is a name inside folder=runs"),
-        (["seq_len=abc"], "seq_len: expected a whole number; Value 'abc'"),
-        (["run='a\x1b[31m'"], r"run='a\x1b[31m': text must be without control characters"),
-        (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
-        (["optimizer.lr=inf"], "optimizer.lr=inf: must be a number, and finite"),
-        (["optimizer.beta1=1"], "optimizer.beta1=1.0: must be below 1"),
-        (["data.documents=300"], "data.documents=300 ends no document: tokens are 0 to 255"),
-        (["run=ä"], """run=ä: this value cannot be read; quotes within quotes may help"""),
-        (["+model.foo=3"], "no key 'model.foo'"),
-        (["optimizer=adam"], "str is not a subclass of Optimizer"),
-        (["optimizer={lrr:3}"], "no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
-        (["seq_len"], "seq_len: give seq_len=VALUE"),
-        (["model=tiny,small"], "Ambiguous value for argument 'model=tiny,small'"),
-        (["seq_len=${nowhere}"], "Interpolation key 'nowhere' not found"),
-        (["--config-dir", "/nope"], "--config-dir /nope: there is no such folder"),
-        (["--cfgg", "job"], "no option --cfgg (there are --cfg job"),
-        (["run=x${oc.env:HOME}"], "${oc.env:HOME} is refused"),
-        (["+hydra.callbacks.x._target_=m.C"], "no key 'hydra.callbacks.x._target_'"),
-        (["hydra.searchpath=[pkg://m]"], "no key 'hydra.searchpath'"),
+        *((words, "", message) for words, message in WORDS),
+        *((["experiment=mine"], text, message) for text, message in FILES_OF_MINE),
+        (["experiment=min"], "seq_len: 1", NEAR),
     ],
 )
-def test_an_impossible_setting_is_an_error_of_one_sentence(words, message, capsys):
+def test_an_impossible_setting_is_an_error_of_one_sentence(words, text, message, tmp_path, capsys):
+    """In the words or in experiment/mine.yaml, a file of the user."""
+    if text:
+        (tmp_path / "experiment").mkdir()
+        (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
+        words = ["--config-dir", str(tmp_path), *words]
     assert configured.run(words, lambda config: 0) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("optimizer: {lrr: 3}", "experiment/mine.yaml: no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
-        ("seq_len: abc", "experiment/mine.yaml: seq_len: expected a whole number; Value 'abc'"),
-        ("seq_len: [1", "experiment/mine.yaml, line 3: expected ',' or ']'"),
-        (
-            "defaults: [override /model: tinny]",
-            "model=tinny: choose one of block8b, ",
-        ),
-        ("model: {_target_: os.system}", "experiment/mine.yaml: no key 'model._target_'"),
-        ("run: '${oc.decode:${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
-        ("run: '${oc.select:nothing,${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
-        ("defaults: [override /model: '${oc.env:HOME}']", "${oc.env:HOME} is refused"),
-        (r'run: "a\0b\n"', r"run='a\x00b\n': text must be without control characters"),
-    ],
-)
-def test_a_wrong_setting_in_your_own_file_is_an_error_of_one_sentence(text, message, tmp_path, capsys):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
-    words = ["--config-dir", str(tmp_path)]
-    assert configured.run([*words, "experiment=mine"], lambda config: 0) == 2
-    error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and os.environ["HOME"] not in error
-    assert configured.run([*words, "experiment=min"], lambda config: 0) == 2
-    assert capsys.readouterr().err.endswith("choose one of h200_long, million, mine, smoke; did you mean 'mine'?\n")
-
-
-def test_a_file_that_repeats_itself_too_often_is_refused(tmp_path, capsys):
-    (tmp_path / "mine.yaml").write_text("a: &a [1]\nb: [" + "*a, " * 17 + "]")
-    assert configured.run(["--config-dir", str(tmp_path)], lambda config: 0) == 2
-    assert "mine.yaml has 17 YAML aliases" in capsys.readouterr().err
 
 
 def test_a_file_of_your_own_is_taken(tmp_path):
@@ -124,23 +118,17 @@ def test_a_file_of_your_own_is_taken(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "# @package _global_\nhydra: {callbacks: {x: {_target_: ringattn_test_evil.Cb}}}\n",
-        '# @package _global_\nhydra: {job_logging: {formatters: {f: {"()": ringattn_test_evil.boom}}}}\n',
-        "# @package hydra.callbacks\nx: {_target_: ringattn_test_evil.Cb}\n",
+        "# @package _global_\nhydra: {callbacks: {x: {_target_: this.Cb}}}\n",
+        '# @package _global_\nhydra: {job_logging: {formatters: {f: {"()": this.boom}}}}\n',
+        "# @package hydra.callbacks\nx: {_target_: this.Cb}\n",
     ],
 )
-def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
-    """What Hydra would call by name has no effect: the module that holds it is never even imported."""
+def test_a_configuration_runs_no_code(text, tmp_path):
+    """What Hydra would call by name has no effect: the module that holds it (one of Python's) is never imported."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "evil2.yaml").write_text(text)
-    ran = tmp_path / "ran"
-    (tmp_path / "ringattn_test_evil.py").write_text(
-        f"open({str(ran)!r}, 'w')\nfrom hydra.experimental.callback import Callback as Cb\nboom = print\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    words = ["--config-dir", str(tmp_path), "experiment=evil2", "dry_run=true"]
-    configured.run(words, lambda config: 0)
-    assert not ran.exists()
+    configured.run(["--config-dir", str(tmp_path), "experiment=evil2", "dry_run=true"], lambda config: 0)
+    assert "this" not in sys.modules
 
 
 def test_the_resulting_configuration_is_printed_and_nothing_run(capsys):
@@ -157,17 +145,3 @@ def test_as_many_ranks_start_as_the_strategy_says():
     for words, size in {(): 2, ("nproc=4",): 4, ("nproc=4", "strategy.data=2"): 2, ("strategy.ulysses=4",): 4}.items():
         strategy = configured.resolved(composed("strategy=ulysses", "device=cpu", *words), None).strategy
         assert (strategy.keys, strategy.ring, strategy.ulysses) == ("ulysses", 1, size)
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ({"nproc": 2, "strategy": schema.Strategy(keys="ulysses")}, "strategy='ulysses' means a ring axis of size 1"),
-        ({"nproc": 2, "machine": "h10"}, "no such description or file; did you mean 'h100'?"),
-        ({"nproc": 2, "machine": "h100"}, "it describes cuda, and device=cpu"),
-        ({"nproc": 1, "resume": "nowhere"}, "nowhere cannot be read"),
-    ],
-)
-def test_a_dry_run_refuses_what_a_run_would(choices, message, capsys):
-    assert train.local(Train(device="cpu", dry_run=True, seq_len=64, data=FILES, **choices)) == 2
-    assert message in capsys.readouterr().err

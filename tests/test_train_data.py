@@ -40,21 +40,22 @@ def test_a_file_of_tokens(tmp_path):
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "tokens")
     corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="uint16"), 1000)
     assert corpus.read(997, 3).tolist() == [997, 998, 999]
+    (tmp_path / "text").write_bytes(bytes(101))
+    assert len(data.open_corpus(Data(path=str(tmp_path / "text")), 256)) == 101
 
 
-@pytest.mark.parametrize("bad", [-1, 500])
-def test_a_token_outside_of_the_vocabulary_is_an_error(bad, tmp_path):
-    tokens = np.arange(500, dtype=np.int32)
-    tokens[3] = bad
-    tokens.tofile(tmp_path / "tokens")
-    corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="int32"), 500)
-    assert corpus.read(4, 496).max() == 499
-    with pytest.raises(ValueError, match=f"holds token {bad}, and model.vocab=500; .*use model.vocab="):
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (np.array([0, 1, -1, *range(497)], np.int32), "holds token -1, and model.vocab=500; .*use model.vocab="),
+        (np.array([0, 1, 500, *range(497)], np.int32), "holds token 500, and model.vocab=500"),
+        (np.zeros(101, np.uint8), "file has no whole number of int32 tokens"),
+    ],
+    ids=["below", "above", "torn"],
+)
+def test_tokens_that_cannot_be_are_an_error_where_they_are_read(tokens, message, tmp_path):
+    tokens.tofile(tmp_path / "file")
+    with pytest.raises(ValueError, match=message):
+        corpus = data.open_corpus(Data(path=str(tmp_path / "file"), tokens="int32"), 500)
+        assert corpus.read(4, 496).max() == 496
         corpus.read(0, 4)
-
-
-def test_a_file_that_is_not_flat_tokens_is_refused(tmp_path):
-    (tmp_path / "odd").write_bytes(bytes(101))
-    with pytest.raises(ValueError, match=r"odd has no whole number of uint16 tokens"):
-        data.open_corpus(Data(path=str(tmp_path / "odd"), tokens="uint16"), 1000)
-    assert len(data.open_corpus(Data(path=str(tmp_path / "odd")), 256)) == 101

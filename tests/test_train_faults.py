@@ -26,9 +26,9 @@ pytestmark = pytest.mark.slow
 PATIENCE = 600.0  # seconds: a busy machine is no fault of ours
 
 
-def begin(*command: str) -> subprocess.Popen:
+def begin(*command: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
-        command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=ENVIRONMENT | environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -79,7 +79,7 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path, undisturbed):
     assert losses(tmp_path / "run") == undisturbed
 
 
-def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturbed, monkeypatch):
+def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturbed):
     """Once before anything was saved, when it begins again in its own folder, and once after that."""
     dies = """import os
 if os.environ.get("RANK") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -88,9 +88,8 @@ if os.environ.get("RANK") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     trainer.train_step = lambda job: step(job) if job.step < 2 else os._exit(9)
 """
     (tmp_path / "sitecustomize.py").write_text(dies)
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
     words = (*WORDS, f"folder={tmp_path}", "run=run", "save_every=3")
-    process = begin(*torchrun(*words, restarts=2))
+    process = begin(*torchrun(*words, restarts=2), PYTHONPATH=f"{ROOT}:{tmp_path}")
     wait_for(lambda: checkpoint.numbered(tmp_path / "run" / "checkpoints"), process)  # a busy machine writes late
     os.kill(children(process.pid)[1], signal.SIGKILL)
     output = process.communicate(timeout=PATIENCE)[0]
@@ -139,11 +138,10 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_wrong_call_under_torchrun_is_reported_once(tmp_path, monkeypatch):
+def test_a_wrong_call_under_torchrun_is_reported_once(tmp_path):
     late = "import os, time\nif os.environ.get('RANK') == '0': time.sleep(3)\n"  # rank 1 finds out first
     (tmp_path / "sitecustomize.py").write_text(late)
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
-    process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "strategy.data=3"))
+    process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "strategy.data=3"), PYTHONPATH=f"{ROOT}:{tmp_path}")
     output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode != 0
     assert output.count("strategy.data=3 x ring=None x ulysses=1 does not make 2 ranks") == 1

@@ -18,6 +18,11 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
 }  # fmt: skip
 
+MORE = {
+    "Qwen2": {}, "Gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 8},
+    "GptOss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
@@ -32,30 +37,27 @@ def config(folder, kind, **more):
     return folder / "config.json"
 
 
-@pytest.mark.parametrize("more", [[], ["docs=5"], ["ranks=3", "tokens=61", "seed=5"]])
-def test_a_saved_model_passes(saved, capsys, more):
-    assert words.main(["verify", f"model={saved}", *([] if "ranks=3" in more else ["ranks=2"]), *more]) == 0
-    out, err = capsys.readouterr()
-    assert err.splitlines()[-1].startswith("LlamaForCausalLM: ")
-    rows = [line.split()[0] for line in out.splitlines() if line.endswith("pass")]
-    assert rows == ["embeddings", "layer", "layer", "norm", "loss"] and "the model is the same over ranks" in out
-    assert "model.layers.1." in out and "loss 4." in out
-
-
 @pytest.mark.parametrize(
-    ("kind", "more"),
+    ("kind", "more", "what"),
     [
-        ("Qwen2", {}),  # whose biases of keys have no gradient but rounding
-        ("Gemma2", {"sliding_window": 7, "query_pre_attn_scalar": 8}),
-        ("GptOss", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1}),
+        ("saved", ["ranks=2"], "LlamaForCausalLM: 128 tokens, 2 ranks"),
+        ("saved", ["ranks=2", "docs=5"], "LlamaForCausalLM: 128 tokens, 5 documents, "),
+        ("saved", ["ranks=3", "tokens=61", "seed=5"], "LlamaForCausalLM: 61 tokens, "),
+        # a config is enough; Qwen 2's biases of keys have no gradient but rounding
+        ("Qwen2", ["ranks=2", "docs=3"], "Qwen2ForCausalLM with random weights: 128 tokens, 3 documents"),
+        ("Gemma2", ["ranks=2", "docs=3"], "Gemma2ForCausalLM with random weights: 128 tokens, 3 documents"),
+        # whose documents see each other on one rank, unless each is run alone
+        ("GptOss", ["ranks=2", "docs=3"], "GptOssForCausalLM with random weights: 128 tokens, 3 documents"),
     ],
 )
-def test_a_config_is_enough(tmp_path, capsys, kind, more):
-    """Documents too: those of GptOss see each other on one rank, unless each is run alone."""
-    status = words.main(["verify", f"model={config(tmp_path, kind, **more)}", "ranks=2", "docs=3"])
+def test_a_saved_model_or_a_config_passes(kind, more, what, saved, tmp_path, capsys):
+    model = saved if kind == "saved" else config(tmp_path, kind, **MORE[kind])
+    status = words.main(["verify", f"model={model}", *more])
     out, err = capsys.readouterr()
-    assert status == 0, out
-    assert f"{kind}ForCausalLM with random weights: 128 tokens, 3 documents" in err
+    assert status == 0 and "the model is the same over ranks" in out, out
+    assert what in err.splitlines()[-1]
+    rows = [line.split()[0] for line in out.splitlines() if line.endswith("pass")]
+    assert rows == ["embeddings", "layer", "layer", "norm", "loss"] and "model.layers.1." in out and "loss 4." in out
 
 
 @pytest.mark.slow
@@ -64,23 +66,20 @@ def test_over_processes(saved, tmp_path):
     assert printed.count("the model is the same over ranks") == 1 and "2 ranks (processes, gloo)" in printed
 
 
-def test_the_first_layer_that_differs_is_named(saved, capsys, monkeypatch):
+def wrong_layer(monkeypatch):
+    """Only over ranks, the second one, by little."""
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     of = LlamaAttention.forward
 
     def off(self, hidden_states, *args, **given):
-        """Wrong only over ranks, in the second layer, by little."""
         out, weights = of(self, hidden_states, *args, **given)
         return (out * 1.001 if "ringattn" in given and self.layer_idx == 1 else out), weights
 
     monkeypatch.setattr(LlamaAttention, "forward", off)
-    assert words.main(["verify", f"model={saved}", "ranks=2", "tokens=40"]) == 1
-    out = capsys.readouterr().out
-    assert "they part in layer 1: off by" in out and "NOT the same" in out
 
 
-def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
+def wrong_gradient(monkeypatch):
     of = verify.gradients
 
     def off(model):
@@ -90,8 +89,20 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
         return results
 
     monkeypatch.setattr(verify, "gradients", off)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (wrong_layer, "they part in layer 1: off by"),
+        (wrong_gradient, "values are equal; gradients part in layer 0: model.layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_the_first_layer_that_differs_is_named(wrong, named, saved, capsys, monkeypatch):
+    wrong(monkeypatch)
     assert words.main(["verify", f"model={saved}", "ranks=2", "tokens=40"]) == 1
-    assert "values are equal; gradients part in layer 0: model.layers.0.mlp.up_proj.weight" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert named in output and "NOT the same" in output
 
 
 @pytest.mark.parametrize(
@@ -104,10 +115,12 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
         ),
         (["model={}", "tokens=129"], "tokens=129: the model has positions for 128; give tokens=128"),
         (["model={}", "tokens=4", "docs=5"], "docs=5 do not fit in 4 tokens"),
+        (["model={dropout}", "ranks=2"], "LlamaForCausalLM has attention_dropout=0.1"),
     ],
 )
-def test_what_cannot_be_is_refused(saved, capsys, more, message):
-    assert words.main(["verify", *(word.format(saved) for word in more)]) == 2
+def test_what_cannot_be_is_refused(saved, tmp_path, capsys, more, message):
+    dropout = config(tmp_path, "Llama", attention_dropout=0.1)
+    assert words.main(["verify", *(word.format(saved, dropout=dropout) for word in more)]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -126,8 +139,3 @@ def test_a_name_of_the_hub_is_resolved_by_transformers(saved, tmp_path, capsys, 
     assert words.main(["verify", "model=someone/else", "ranks=2"]) == 2
     output = capsys.readouterr().err
     assert "model=someone/else: no such folder, config.json or model of the hub: We couldn't connect" in output
-
-
-def test_models_that_cannot_be_spread_are_refused(tmp_path, capsys):
-    assert words.main(["verify", f"model={config(tmp_path, 'Llama', attention_dropout=0.1)}", "ranks=2"]) == 2
-    assert "LlamaForCausalLM has attention_dropout=0.1" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ringattn.conf.schema import Data, Model, Optimizer, Strategy, Train
-from ringattn.launch.train import checkpoint, configured, metrics, torchrun
+from ringattn.launch.train import configured, metrics, torchrun
 from ringattn.launch.train.trainer import work
 
 SOURCES = str(Path(json.__file__).parent)
@@ -44,14 +44,6 @@ def losses(folder: Path) -> list[float]:
 
 def where(**choices) -> Train:
     return dataclasses.replace(TINY, strategy=Strategy(**choices))
-
-
-def made(folder: Path, step: int, **state) -> Path:
-    """A complete checkpoint of no tensors."""
-    path = folder / f"step-{step:08d}"
-    path.mkdir(parents=True)
-    checkpoint.write_state(path, {"step": step, "files": {}, **state})
-    return path
 
 
 @contextlib.contextmanager
