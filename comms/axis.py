@@ -203,9 +203,12 @@ class Axis(Protocol):
         """
         return Done(tuple(tensors) if recv else None)
 
-    def all_to_all(self, x: Any, split: int, join: int) -> Pending:
-        """Cut `x` into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""
-        return Done(x)
+    def all_to_all(self, tensors: Sequence[Any], split: int, join: int) -> Pending:
+        """Cut each tensor into `size` pieces along dim `split`, send piece i of each to rank i, all in one move.
+
+        The handle gives the list of what arrives for each tensor, joined along dim `join`.
+        """
+        return Done(list(tensors))
 
     def all_gather(self, x: Any, dim: int = 0) -> Pending:
         """The `x` of all ranks, joined along `dim` in rank order."""

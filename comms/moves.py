@@ -28,27 +28,28 @@ class Moves(Axis):
     def hop(self, out: ByRank, into: ByRank, what: str) -> Pending:
         return self.move(out, into, what)
 
-    def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
-        chunks = as_stored(x).chunk(self.size, split)
-        result = self.room(chunks[self.rank], join)
-        into = result.chunk(self.size, join)
-        pending = self.move(self.others(chunks), self.others(into), what="all_to_all")
-        into[self.rank].copy_(chunks[self.rank])
-        return Then(pending, lambda _: result)
+    def all_to_all(self, tensors: Sequence[Tensor], split: int, join: int) -> Pending:
+        pieces = [as_stored(x).chunk(self.size, split) for x in tensors]
+        results = [self.room(each[self.rank], join) for each in pieces]
+        into = [x.chunk(self.size, join) for x in results]
+        pending = self.move(self.others(pieces), self.others(into), what="all_to_all")
+        for places, each in zip(into, pieces, strict=True):
+            places[self.rank].copy_(each[self.rank])
+        return Then(pending, lambda _: results)
 
     def all_gather(self, x: Tensor, dim: int = 0, what: str = "all_gather") -> Pending:
         x = as_stored(x)
         result = self.room(x, dim)
         into, mine = result.chunk(self.size, dim), [x]  # the same list for all ranks, so that it is packed once
         out = {rank: mine for rank in range(self.size) if rank != self.rank}
-        pending = self.move(out, self.others(into), what=what)
+        pending = self.move(out, self.others([into]), what=what)
         into[self.rank].copy_(x)
         return Then(pending, lambda _: result)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
         chunks = [chunk.contiguous() for chunk in as_stored(x).chunk(self.size, dim)]
         arriving = [chunk if r == self.rank else torch.empty_like(chunk) for r, chunk in enumerate(chunks)]
-        pending = self.move(self.others(chunks), self.others(arriving), what="reduce_scatter")
+        pending = self.move(self.others([chunks]), self.others([arriving]), what="reduce_scatter")
         return Then(pending, lambda _: torch.stack(arriving).sum(0))
 
     def __repr__(self) -> str:
@@ -56,12 +57,13 @@ class Moves(Axis):
 
     def room(self, like: Tensor, dim: int) -> Tensor:
         """Memory for `size` tensors of this shape, joined along `dim`."""
-        whole = [n * self.size if i == dim % like.dim() else n for i, n in enumerate(like.shape)]
+        whole = list(like.shape)
+        whole[dim] *= self.size
         return torch.empty(whole, dtype=like.dtype, device=like.device)
 
-    def others(self, tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """The tensors by rank, without this rank's."""
-        return {rank: [x] for rank, x in enumerate(tensors) if rank != self.rank}
+    def others(self, pieces: Sequence[Sequence[Tensor]]) -> dict[int, list[Tensor]]:
+        """Of each tensor's pieces, one for each rank, those of the other ranks, by rank."""
+        return {rank: [each[rank] for each in pieces] for rank in range(self.size) if rank != self.rank}
 
 
 def as_stored(x: Tensor) -> Tensor:

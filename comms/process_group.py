@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.comms import messages
-from ringattn.comms.axis import Afterwards, ByRank, Pending, Sharing, Then
+from ringattn.comms.axis import Afterwards, All, ByRank, Pending, Sharing, Then
 from ringattn.comms.lost import Lost, broken, timeout_of
 from ringattn.comms.moves import Moves, as_stored
 
@@ -145,7 +145,7 @@ class ProcessGroupAxis(Moves):
         if not (digests == digest).all():
             lengths = self.all_gather(torch.tensor([len(data)]), what="words").wait().tolist()
             everyone = [mine if r == self.rank else mine.new_empty(length) for r, length in enumerate(lengths)]
-            self.move(self.others([mine] * self.size), self.others(everyone), what="words").wait()
+            self.move(self.others([[mine] * self.size]), self.others([everyone]), what="words").wait()
         self.sent = sent  # words do not count
         return [messages.decode(x.numpy().tobytes(), self.peer(rank)) for rank, x in enumerate(everyone)]
 
@@ -165,7 +165,10 @@ class CollectiveAxis(ProcessGroupAxis):
         """None: with a time-out the host would wait, not just its stream; these groups have their own."""
         return ()
 
-    def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
+    def all_to_all(self, tensors: Sequence[Tensor], split: int, join: int) -> Pending:
+        return All(*[self.one_to_all(x, split, join) for x in tensors])
+
+    def one_to_all(self, x: Tensor, split: int, join: int) -> Pending:
         chunks = torch.stack(as_stored(x).chunk(self.size, split))
         arrived = torch.empty_like(chunks)
         self.sent += chunks.nbytes // self.size * (self.size - 1)

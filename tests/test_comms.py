@@ -53,10 +53,11 @@ def exercise(a: Axis) -> None:
             assert room[:, s, 30:].eq(s + 10 * turn if s in showing else -1).all()
             assert room[:, s, :30].eq(s + 10 * turn if s in showing and not last else -1).all()
     x = torch.arange(2 * 2 * n * 3.0).reshape(2, 2 * n, 3) + 1000 * r
-    swapped = a.all_to_all(x, 1, 2).wait()
+    swapped, other = a.all_to_all([x, x[..., :1].long()], 1, 2).wait()
     expected = [torch.arange(2 * 2 * n * 3.0).reshape(2, 2 * n, 3)[:, 2 * r : 2 * r + 2] + 1000 * s for s in range(n)]
     assert torch.equal(swapped, torch.cat(expected, 2))
-    assert torch.equal(a.all_to_all(swapped, 2, 1).wait(), x)
+    assert torch.equal(other, torch.cat([each[..., :1] for each in expected], 2).long())  # of another dtype and shape
+    assert torch.equal(a.all_to_all([swapped], 2, 1).wait()[0], x)
     assert torch.equal(a.all_gather(mine, 1).wait(), torch.cat([torch.full((2, 3), float(s)) for s in range(n)], 1))
     total = a.reduce_scatter(torch.arange(2 * n * 2.0).reshape(2, 2 * n) * (r + 1), 1).wait()
     assert torch.equal(total, torch.arange(2 * n * 2.0).reshape(2, 2 * n)[:, 2 * r : 2 * r + 2] * n * (n + 1) / 2)

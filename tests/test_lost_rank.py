@@ -52,14 +52,14 @@ def a_closed_connection_everywhere(folder: str, strategy: dict[str, int]) -> Non
     mesh = ra.init_mesh(**strategy, device_type="cpu")
     plan, rank, x = ra.plan(mesh, seq_len=64), dist.get_rank(), torch.ones(4, 4)
     axis = plan.ring_axis if plan.ring_axis.size > 1 else plan.ulysses_axis
-    axis.all_to_all(x, 0, 0).wait()
+    axis.all_to_all([x], 0, 0).wait()
     dist.barrier()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     there = axis.size - 1  # where rank 3 is on the axes that it is on
     calls = {
         "move": lambda: axis.move({there: [x]}, {there: [x.clone()]}, what="a step").wait(),
-        "all_to_all": lambda: axis.all_to_all(x, 0, 0).wait(),
+        "all_to_all": lambda: axis.all_to_all([x], 0, 0).wait(),
         "all_gather": lambda: axis.all_gather(x).wait(),
         "reduce_scatter": lambda: axis.reduce_scatter(x).wait(),
         "words": lambda: axis.exchange_words("x"),

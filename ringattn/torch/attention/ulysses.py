@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import All, Axis, Pending, Then
+from ringattn.comms.axis import Axis, Pending, Then
 from ringattn.kernels.arrays import accumulator
 from ringattn.plans.cost import replicas
 
@@ -24,27 +24,25 @@ def enter(
     tensors: Sequence[Tensor], real: Sequence[Real], axis: Axis, group: int, groups: int, order: Order = None
 ) -> Pending:
     """[B, T / U, H, ...] of every rank -> [B, T, H / groups / U, ...]: this rank's heads of a group, padding zeroed."""
-    tensors = [of_group(x, axis.size, group, groups) for x in tensors]
-    coming = All(*(axis.all_to_all(cleared(x, r), 2, 1) for x, r in zip(tensors, real, strict=True)))
+    tensors = [cleared(of_group(x, axis.size, group, groups), r) for x, r in zip(tensors, real, strict=True)]
 
     def ready(arrived: list[Tensor]) -> list[Tensor]:
         arrived = [x.flatten(2, 3) for x in arrived]
         return arrived if order is None else [x.index_select(1, order[0]) for x in arrived]
 
-    return Then(coming, ready)
+    return Then(axis.all_to_all(tensors, 2, 1), ready)
 
 
 def of_group(x: Tensor, ranks: int, group: int, groups: int) -> Tensor:
     """[B, T, H, ...] -> [B, T, ranks, h, ...]: of each rank's heads those that a group needs; a view."""
     x = x.unflatten(2, (ranks, -1))
     heads = x.shape[3]
-    return x.narrow(3, group * heads // groups, max(1, heads // groups))
+    return x if groups == 1 else x.narrow(3, group * heads // groups, max(1, heads // groups))
 
 
 def leave(tensors: Sequence[Tensor], axis: Axis, order: Order = None) -> Pending:
     """[B, T, h, ...] of every rank -> [B, T / U, h * U, ...]: all ranks' heads of a group."""
-    tensors = tensors if order is None else [x.index_select(1, order[1]) for x in tensors]
-    return All(*(axis.all_to_all(x, 1, 2) for x in tensors))
+    return axis.all_to_all(tensors if order is None else [x.index_select(1, order[1]) for x in tensors], 1, 2)
 
 
 def joined(groups: Sequence[Tensor], ranks: int = 1) -> Tensor:

@@ -136,7 +136,8 @@ def shared(rows: Tensor, axis: Any, value_dim: int) -> Partial:
     """Each rank merges its share of the rows, and sends it to all."""
     flat = rows.flatten(0, -2)[:, None, None]
     pad = -len(flat) % axis.size
-    stack = axis.all_to_all(F.pad(flat, [0] * 6 + [0, pad]), 0, 0).wait().unflatten(0, (axis.size, -1))
+    (stack,) = axis.all_to_all([F.pad(flat, [0] * 6 + [0, pad])], 0, 0).wait()
+    stack = stack.unflatten(0, (axis.size, -1))
     everyone = axis.all_gather(packed(merged(unpacked(stack, value_dim))), 0).wait()[: len(flat)]
     return unpacked(everyone.reshape(rows.shape), value_dim)
 
@@ -201,8 +202,9 @@ class Guests:
         if self.within.size == 1:
             return merged(partials, dtype)
         share = packed(merged(partials)).movedim(1, 0)  # [T, B, H, V + 1 or 2]
-        stack = self.within.all_to_all(share, 0, 0).wait().unflatten(0, (self.within.size, -1))
-        return merged(unpacked(stack.movedim(1, 2), call.value_dim), dtype)
+        (stack,) = self.within.all_to_all([share], 0, 0).wait()
+        stack = stack.unflatten(0, (self.within.size, -1)).movedim(1, 2)
+        return merged(unpacked(stack, call.value_dim), dtype)
 
 
 def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, chunk: Chunk) -> Partial:
