@@ -1,6 +1,6 @@
 """Examples that explain: they are right, and the needle is found."""
 
-import runpy
+import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -78,9 +78,9 @@ def test_the_needle_is_found_over_ranks_as_on_one():
     assert min(needle.recall(model, None, 1024, depth) for depth in (0.0, 0.5, 1.0)) > 0.8
 
 
-def test_who_holds_what_is_drawn(tmp_path, monkeypatch, capsys):
+def test_who_holds_what_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["who_holds_what.py", str(tmp_path)])
-    runpy.run_path(str(EXAMPLES / "who_holds_what.py"))
+    command = [sys.executable, str(EXAMPLES / "who_holds_what.py"), str(tmp_path)]
+    printed = subprocess.run(command, cwd=EXAMPLES.parent, check=True, capture_output=True, text=True).stdout
     assert (tmp_path / "who-holds-what.svg").stat().st_size > 10_000
-    assert "balanced: the busiest rank has 1.0" in capsys.readouterr().out
+    assert "balanced: the busiest rank has 1.0" in printed

@@ -1,13 +1,11 @@
 """FlashAttention-4 on intervals: sequences and lists of tiles here; the kernel itself on a GPU that has it."""
 
-import json
 import sys
 import threading
 import time
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -341,26 +339,21 @@ def visits_once(fa4, monkeypatch, seed: int, tokens: int, dim: int, like: torch.
     assert sent[1] == (1 if kept else 2) * sent[0]
 
 
-def test_equal_ranks_keep_keys_also_after_their_words_travelled_as_json(monkeypatch) -> None:
-    monkeypatch.setattr(call, "arch_of", lambda _: (9, 0))
-    has = call.has_of(SimpleNamespace(is_cuda=True, device=None), True)
-    assert json.loads(json.dumps(has)) == has
-
-
 def back(results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> None:
     torch.autograd.backward(results[: 1 + (dlse is not None)], [dout] if dlse is None else [dout, dlse])
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_each_query_is_visited_once(fa4_here, monkeypatch, seed: int) -> None:
-    visits_once(fa4_here(), monkeypatch, seed, 480, 16, torch.zeros(()), 1e-5)
+SEEDS = [("cpu", seed) for seed in range(8)]
+SEEDS += [pytest.param("cuda", seed, marks=pytest.mark.gpu) for seed in range(24)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(24))
-def test_each_query_is_visited_once_on_a_gpu(monkeypatch, seed: int) -> None:
-    like = torch.zeros((), device="cuda", dtype=torch.bfloat16)
-    visits_once(needs_fa4(), monkeypatch, seed, 3000 + 97 * seed, (64, 128)[seed // 6 % 2], like, 8e-3)
+@pytest.mark.parametrize(("device", "seed"), SEEDS)
+def test_each_query_is_visited_once(fa4_here, monkeypatch, device: str, seed: int) -> None:
+    if device == "cpu":
+        visits_once(fa4_here(), monkeypatch, seed, 480, 16, torch.zeros(()), 1e-5)
+    else:
+        like = torch.zeros((), device=device, dtype=torch.bfloat16)
+        visits_once(needs_fa4(), monkeypatch, seed, 3000 + 97 * seed, (64, 128)[seed // 6 % 2], like, 8e-3)
 
 
 def test_threads_call_fa4_one_after_the_other(fa4_here, monkeypatch) -> None:

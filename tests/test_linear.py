@@ -78,23 +78,16 @@ def test_the_parallel_form_equals_the_recurrence(gate, lengths):
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 2e-6)], ids=str)
 @pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("memory", ["kept", "again"])
+@pytest.mark.parametrize("memory", ["much", "little"])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_chunkwise_form_equals_the_recurrence(gate, lengths, dtype, limit, memory, rule, monkeypatch):
-    if memory == "again":  # one chunk at a time, and states computed again in every pass
+    """States that are kept for backward and states walked again give the same bits."""
+    if memory == "little":  # one chunk at a time, and states computed again in every pass
         monkeypatch.setattr(chunkwise, "AT_ONCE", 1)
         monkeypatch.setattr(chunkwise, "MAX_KEPT", 0)
     given, begin = inputs(T, gate, dtype, **rule), begins(lengths, T)
-    check(results(given, None if begin is None else begin.int()), truth(T, gate, lengths, dtype, **rule), limit)
-
-
-@pytest.mark.parametrize("at_once", [1, chunkwise.AT_ONCE])
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_states_that_are_kept_and_states_walked_again_give_the_same_bits(gate, at_once, rule, monkeypatch):
-    monkeypatch.setattr(chunkwise, "AT_ONCE", at_once)
-    given, begin = inputs(T, gate, torch.float32, **rule), begins(PACKED, T).int()
-    again, kept = (results(given, begin, keep=keep) for keep in (False, True))
+    again, kept = (results(given, None if begin is None else begin.int(), keep=keep) for keep in (False, True))
+    check(again, truth(T, gate, lengths, dtype, **rule), limit)
     for name in again:
         assert torch.equal(again[name], kept[name]), name
 

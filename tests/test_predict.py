@@ -19,9 +19,10 @@ from ringattn.comms.local import run
 from ringattn.kernels.rates import RATES
 from ringattn.launch.bench.masks import MIXES, mixed
 from ringattn.launch.bench.plans import setting_of
+from ringattn.launch.rows import read
 from ringattn.plans import candidates
 from ringattn.plans import machine as machines
-from ringattn.plans.candidates import hosts_of_ring
+from ringattn.plans.candidates import Asked, compared, hosts_of_ring
 from ringattn.plans.cost import Shape
 from ringattn.plans.course import Ring, course
 from ringattn.plans.footprint import Live, Sizes, replay_ring
@@ -155,13 +156,13 @@ def test_memory_of_a_ring_is_what_its_loop_allocates(hosts, layout, given):
     assert live.most.max() == max(allocated), (live.most, allocated)
 
 
-def test_nothing_takes_more_memory_than_its_bound(monkeypatch):
+def test_nothing_takes_more_memory_than_its_bound():
     """So candidates that surely fit are not counted while one is chosen. Measured rows, and many ranks."""
     costs = [cost_of(name, row)[0] for name, row, _ in measured()]
     assert len(costs) > 250
-    with monkeypatch.context() as patch:
-        patch.setattr(candidates, "predict", lambda *given: costs.append(predict(*given)) or costs[-1])
-        ra.plan(elsewhere("cuda", factored(32)), seq_len=2**20, heads=(64, 2), head_dim=256, machine="h100")
+    alone = ra.plan(elsewhere("cuda", [(1, 1)]), seq_len=2**20, heads=(64, 2), head_dim=256, machine="h100")
+    given = (*factored(32),), None, "auto", "auto", ra.AttentionSpec(), None, "bfloat16", Transport()
+    costs += [option.cost for option in compared(Asked(alone, *given))]
     assert len(costs) > 270 and all(0 < cost.memory <= cost.bound for cost in costs)
 
 
@@ -238,7 +239,7 @@ def test_choices_for_two_h100s_are_the_fastest_measured_candidates(monkeypatch):
     monkeypatch.setattr(choosing, "kernel_report", lambda *given: [])
     measured: dict[str, dict[tuple[str, ...], float]] = {}
     peaks: dict[tuple[str, ...], float] = {}
-    for row in map(json.loads, (ROWS / "plans-h100.jsonl").read_text().splitlines()):
+    for row in read(ROWS / "plans-h100.jsonl"):
         of_setting = measured.setdefault(row["setting"], {})
         of_setting[row["plan"].split()[0], row["layout"], row["mode"]] = row["ms"]
         if (row["setting"], row["plan"]) != ("fa4/524288/32/8/4096", "ring 2"):  # before queries were visited once

@@ -53,8 +53,8 @@ def shortest(request: Any, monkeypatch: Any) -> int:
 
 @pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
 @pytest.mark.parametrize("case", some_quick(CASES, (0, 1)), ids=str)
-def test_equals_the_recurrence_in_the_interpreter(case: Case, monkeypatch: Any) -> None:
-    monkeypatch.setattr(delta, "SHORTEST", 1)
+@pytest.mark.parametrize("shortest", [1], indirect=True)
+def test_equals_the_recurrence_in_the_interpreter(case: Case, shortest: int) -> None:
     check(case)
 
 
@@ -101,9 +101,9 @@ def test_keys_that_repeat_are_reflected_and_lose_few_bits(shortest: int) -> None
     assert distance(end, truth["end"]) <= 1e-5
 
 
-def test_a_segment_keeps_what_long_keys_stretch_as_much_as_gates_shrink(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("shortest", [1], indirect=True)
+def test_a_segment_keeps_what_long_keys_stretch_as_much_as_gates_shrink(shortest: int) -> None:
     """|k| = 5 and beta = 2 stretch a state along k 49 times, and gates shrink it so: by these alone nothing is left."""
-    monkeypatch.setattr(delta, "SHORTEST", 1)
     x = draw(Case("head", H=1, T=70, K=16, V=16, beta="twice"))
     inputs = Inputs(x.q, 5 * x.k, 0 * x.v, torch.full_like(x.g, -math.log(49)), x.beta, None, x.scale)
     out, end = delta.read_out(inputs, delta.scan_states(inputs, maps=False), x.start)
