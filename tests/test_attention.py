@@ -22,7 +22,7 @@ from ringattn.plans import recipe
 from ringattn.plans.sizes import Transport
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.ulysses import summed
-from tests.cases import BALANCED, CASES, FEATURES, PLACES, large_scores, on_threads
+from tests.cases import BALANCED, CASES, FEATURES, PLACES, large_scores, on_threads, passes, relative_error
 from tests.cases import check as check_found
 from tests.cases import errors as errors_of
 
@@ -146,8 +146,8 @@ def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
 
     def one_rank(mesh):
         axes = [mesh.axis(name) for name in ("ring", "ulysses") if mesh.sizes[name] > 1]
-        whole, before = oracle.run(case, mesh, given, "tiled", groups=1), sent(axes)
-        grouped = oracle.run(case, mesh, given, "tiled", groups=groups)
+        whole, before = passes(case, mesh, given, "tiled", groups=1), sent(axes)
+        grouped = passes(case, mesh, given, "tiled", groups=groups)
         return whole, grouped, before, sent(axes) - before, errors_of(case, mesh, grouped, truth)
 
     results = run_ranks(one_rank, ring=case.ring, ulysses=case.ulysses)
@@ -157,7 +157,7 @@ def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
         assert before == more and max(errors.values()) <= LIMIT, f"{case} rank {rank}: {errors}, {before} {more} bytes"
     if case.sinks:
         total = sum(grouped["dsinks"].double() for _, grouped, *_ in results)
-        assert oracle.error(total, truth["dsinks"]) <= LIMIT
+        assert relative_error(total, truth["dsinks"]) <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ TYPES = [(torch.bfloat16, torch.float16)[(i + i // len(PLACES)) % 2] for i in ra
 def test_low_precision_is_within_twice_the_error_of_one_device(case, dtype):
     given = oracle.inputs(case, dtype)
     truth, single = oracle.dense(case, given), oracle.dense(case, given, dtype)
-    limits = {n: 2 * oracle.error(single[n].double(), truth[n]) + 1e-6 for n in truth}
+    limits = {n: 2 * relative_error(single[n].double(), truth[n]) + 1e-6 for n in truth}
     check(case, dtype, limits)
 
 
@@ -225,8 +225,8 @@ def test_one_device_needs_no_plan(case):
     given = oracle.inputs(case, torch.float64)
     truth = oracle.dense(case, given)
     out, lse = api.attention(
-        given["q"], given["k"], given["v"], spec=case.spec, docs=case.docs, key_docs=case.key_docs,
-        mask=case.mask, sinks=given["sinks"] if case.sinks else None, return_lse=True,
+        given["q"], given["k"], given["v"], spec=case.spec, key_docs=case.key_docs, return_lse=True,
+        sinks=given["sinks"] if case.sinks else None, **{"docs" if case.slices is None else "mask": case.docs},
     )  # fmt: skip
     torch.testing.assert_close(out, truth["out"], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, truth["lse"], rtol=1e-12, atol=1e-12)
@@ -235,7 +235,7 @@ def test_one_device_needs_no_plan(case):
 def test_the_same_bits_from_run_to_run():
     case = next(c for c in CASES if c.name == "all_at_once" and c.ring == 4)
     given = oracle.inputs(case, torch.float32)
-    first, second = (run_ranks(lambda mesh: oracle.run(case, mesh, given), ring=4) for _ in range(2))
+    first, second = (run_ranks(lambda mesh: passes(case, mesh, given), ring=4) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert all(torch.equal(a[n].nan_to_num(), b[n].nan_to_num()) for n in a)
 

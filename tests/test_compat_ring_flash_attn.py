@@ -11,6 +11,7 @@ from ringattn.launch import processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.masks.spec import AttentionSpec
+from tests.cases import relative_error
 from tests.training import one_process
 
 T, LENGTHS = 48, [16, 24, 8]  # multiples of twice the ranks
@@ -76,7 +77,7 @@ def call(which, form, rank, ranks, group, given, options, copied=False):
     assert nothing is None
     heads_last = lse.T if lse.dim() == 2 else lse.transpose(1, 2)
     dout, dlse = (part(given[n], rank, ranks, which) for n in ("dout", "dlse"))
-    results = oracle.with_gradients({"out": out, "lse": heads_last}, {"out": dout, "lse": dlse}, leaves)
+    results = oracle.with_gradients({"out": out, "lse": heads_last}, {"dout": dout, "dlse": dlse}, leaves)
     plain = function(*tensors, *more, group=group, **options)
     assert torch.equal(plain, out)
     return results
@@ -85,7 +86,7 @@ def call(which, form, rank, ranks, group, given, options, copied=False):
 def check(which, result, truth, ranks, where=""):
     for rank, results in enumerate(result):
         for name, x in results.items():
-            error = oracle.error(x, part(truth[name], rank, ranks, which), truth[name])
+            error = relative_error(x, part(truth[name], rank, ranks, which), truth[name])
             assert error <= 2e-6, f"{which} {where} rank {rank}: {name} is off by {error}"
 
 

@@ -23,7 +23,7 @@ from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
 from ringattn.launch.verify import oracle  # noqa: E402
 from ringattn.launch.verify.cases import Case  # noqa: E402
 from ringattn.plans.ranks import Ranks  # noqa: E402
-from tests.cases import CASES, FEATURES  # noqa: E402
+from tests.cases import CASES, FEATURES, relative_error  # noqa: E402
 
 LIMIT = 5e-6
 PLACES = len(CASES) // len(FEATURES)
@@ -59,9 +59,9 @@ def results(case: Case, given, kernel: str = "auto", device: str = "cpu", dtype=
     def everything(q, k, v, sinks, dout, dlse):
         def loss(q, k, v, sinks):
             out, lse = ra.attention(
-                poisoned(q, plan), poisoned(k, plan.keys), poisoned(v, plan.keys), plan, spec=case.spec, docs=case.docs,
-                key_docs=case.key_docs, mask=case.mask, sinks=sinks if case.sinks else None,
-                return_lse=True,
+                poisoned(q, plan), poisoned(k, plan.keys), poisoned(v, plan.keys), plan, spec=case.spec,
+                key_docs=case.key_docs, sinks=sinks if case.sinks else None, return_lse=True,
+                **{"docs" if case.slices is None else "mask": case.docs},
             )  # fmt: skip
             out, lse = plan.unshard(out), plan.unshard(lse)
             finite = jnp.isfinite(lse)
@@ -79,7 +79,7 @@ def results(case: Case, given, kernel: str = "auto", device: str = "cpu", dtype=
 
 def check(case: Case, found, truth, limit: float = LIMIT) -> None:
     for name, expected in truth.items():
-        value = oracle.error(found[name], expected)
+        value = relative_error(found[name], expected)
         assert value <= limit, f"{case}: {name} is off by {value:.2e} (limit {limit:.0e})"
 
 
@@ -295,5 +295,5 @@ def test_over_gpus_equals_dense_float64(name, strategy):
     truth, dense = oracle.dense(case, given), oracle.dense(case, given, torch.bfloat16)
     found = results(case, given, device="cuda", dtype=jnp.bfloat16)
     for n, expected in truth.items():
-        off, allowed = (oracle.error(x, expected) for x in (found[n], dense[n]))
+        off, allowed = (relative_error(x, expected) for x in (found[n], dense[n]))
         assert off <= 2 * allowed + 1e-5, f"{case}: {n} is off by {off:.1e}, bfloat16 densely by {allowed:.1e}"

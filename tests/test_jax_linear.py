@@ -13,9 +13,8 @@ jnp = jax.numpy
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
 from ringattn.kernels.linear import jax_chunkwise  # noqa: E402
-from ringattn.launch.verify.oracle import error  # noqa: E402
 from ringattn.layouts.layout import MAKERS, Maker, block  # noqa: E402
-from tests.cases import LEAVES, docs_of, inputs, states_of, truth  # noqa: E402
+from tests.cases import LEAVES, docs_of, inputs, relative_error, states_of, truth  # noqa: E402
 
 T = 61  # a prime: no number of devices divides it
 LONG = 4 * 2 * 70 - 3  # segments of more than one chunk
@@ -69,7 +68,7 @@ def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, rule=None
         found = results(plan_of(*place, T), given, docs_of(lengths, T), **choices)
     expected = truth(T, gate, lengths, dtype, **rule)
     for name, x in expected.items():
-        value = error(torch.from_numpy(np.array(found[name])).double(), x)
+        value = relative_error(torch.from_numpy(np.array(found[name])).double(), x)
         assert value <= limit, f"{name} is off by {value:.2e} on {place}"
 
 
@@ -161,7 +160,7 @@ def test_states_of_documents_as_in_torch_also_where_documents_are_traced(rule):
     for plan in (None, ra.plan(mesh, seq_len=32, layout="contiguous")):
         program = jax.jit(lambda docs, x, p=plan: both(x, docs, p, return_state="documents"))
         for found, x in zip(program(docs, arrays), expected, strict=True):
-            assert error(torch.from_numpy(np.array(found)), x) <= 2e-6
+            assert relative_error(torch.from_numpy(np.array(found)), x) <= 2e-6
 
 
 @pytest.mark.slow
@@ -244,7 +243,7 @@ def test_without_a_plan_as_in_torch():
     *arrays, beta = (given[n] for n in LEAVES)
     expected = ra.linear_attention(*arrays, beta=beta)
     found = ra.linear_attention(*(jnp.asarray(x.numpy()) for x in arrays), beta=jnp.asarray(beta.numpy()))
-    assert error(torch.from_numpy(np.array(found)).double(), expected.double()) <= 2e-6
+    assert relative_error(torch.from_numpy(np.array(found)).double(), expected.double()) <= 2e-6
 
 
 def test_inside_shard_map():

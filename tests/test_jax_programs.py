@@ -280,11 +280,12 @@ def test_traced_bounds_equal_the_specs_own():
     for case in FEATURES:
         plan = ra.Plan(case.seq_len, key_len=case.key_len)
         at = np.arange(case.seq_len + 3)
-        docs, key_docs = case.docs, case.key_docs
-        found = families(case.spec, case.seq_len, case.key_len, case.mask or docs, key_docs)
+        asked, key_docs = case.docs, case.key_docs
+        docs = asked if case.slices is None else None
+        found = families(case.spec, case.seq_len, case.key_len, asked, key_docs)
         seen = [bounds_at(family, at) for family in found]
         starts = [None if d is None else d.starts for d in (docs, key_docs)]
-        mask = Mask(plan, case.spec, case.mask or docs if case.mask or case.parents else None)
+        mask = Mask(plan, case.spec, asked if case.slices or case.parents else None)
         traced = global_bounds(mask, jnp.asarray(at, jnp.int32), *starts, docs and docs.spans)
         for mine, sides in zip(traced, seen, strict=True):
             begin, end = (np.broadcast_to(x, y.shape) for x, y in zip(mine, sides, strict=True))

@@ -30,7 +30,7 @@ KINDS = "full", "causal", "inverse", "both"
 def is_new(case: Case) -> bool:
     """Whether it needs more than causal, a window that counts back, and documents."""
     spec = case.spec
-    words = spec.chunk or spec.first or isinstance(spec.window, tuple) or case.mask
+    words = spec.chunk or spec.first or isinstance(spec.window, tuple) or case.slices
     return bool(words or (case.docs and not case.docs.plain))
 
 
@@ -131,13 +131,13 @@ def test_slices_mask_by_their_kinds_within_the_window_and_overlapping_ones_are_r
     masks = [oracle.visible(replace(every, slices=[single]), 0).int() for single in case.slices]
     if (sum(masks) > 1).any():
         with pytest.raises(ValueError):
-            _ = case.mask
+            _ = case.docs
         return
-    words = rows_of(families(case.spec, 24, docs=case.mask), 24, 1)
+    words = rows_of(families(case.spec, 24, docs=case.docs), 24, 1)
     np.testing.assert_array_equal(words[0], oracle.visible(case, 0))
     for layout in ("zigzag", "striped", "balanced"):
-        dealt = {"docs": case.mask} if layout == "balanced" else {}
-        check_counted(Plan(24, 3, layout=layout, **dealt), case.spec, case.mask, words)
+        dealt = {"docs": case.docs} if layout == "balanced" else {}
+        check_counted(Plan(24, 3, layout=layout, **dealt), case.spec, case.docs, words)
 
 
 def test_families_are_hardly_more_than_the_intervals_of_a_query():
@@ -157,7 +157,7 @@ def test_families_are_hardly_more_than_the_intervals_of_a_query():
 @pytest.mark.parametrize("case", NEW, ids=lambda case: case.name)
 def test_masks_are_values_that_travel_whole(case):
     """Pickled, and as a tensor for an op."""
-    docs = case.mask or case.docs
+    docs = case.docs
     if docs is not None:
         again = docs_of(starts_of(docs), docs.length)
         assert (

@@ -119,7 +119,7 @@ def test_numpys_numbers_become_pythons():
 def test_the_intervals_of_a_rank_follow_from_the_bounds_on_the_host_and_by_torch(layout):
     for case in FEATURES:
         plan = Plan(case.seq_len, 4, key_len=case.key_len, layout=layout)
-        mask = Mask(plan, case.spec, case.mask or case.docs, case.key_docs)
+        mask = Mask(plan, case.spec, case.docs, case.key_docs)
         keys = plan.keys.tokens.shard(1)
         for rank in range(4):
             expected = [to_local(keys, *sides) for sides in mask.bounds(plan.tokens.shard(rank))]

@@ -209,7 +209,8 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
     def one_rank(mesh):
         import ringattn as ra
 
-        plan = case.plan_on(mesh, route=route, together=2, hosts=2 if route == "levels" else None)
+        choices = {"route": route, "together": 2, "hosts": 2 if route == "levels" else None}
+        plan = replace(case, plan=choices).plan_on(mesh)
         q, k, v = (plan.shard(given[n]).requires_grad_() for n in "qkv")
         axis = plan.ring_axis
         out = ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)
@@ -297,7 +298,7 @@ def test_the_reads_of_every_case_follows_from_its_bounds(layout):
                for c in FEATURES if c.spec.causal and c.slices is None for w in (1, 2, 3, 6)]  # fmt: skip
     for case in (*FEATURES, *windows):
         plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
-        mask = Mask(plan, case.spec, case.mask or case.docs, case.key_docs)
+        mask = Mask(plan, case.spec, case.docs, case.key_docs)
         results = reads_of.__wrapped__(mask).tokens > 0
         j = np.arange(plan.keys.tokens.padded_length)
         for a, b in np.ndindex(4, 4):

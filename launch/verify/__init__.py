@@ -1,1 +1,1 @@
-"""`ringattn verify`: random calls (drawn.py, cases.py) beside their definitions (oracle.py); or a model (model.py)."""
+"""`ringattn verify`: random calls (cases.py) beside their definitions (oracle.py); or a model (model.py)."""

@@ -9,20 +9,18 @@ import re
 import sys
 import time
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ringattn import choosing
-from ringattn.comms import local
-from ringattn.comms.mesh import init_mesh
 from ringattn.launch.rows import Row, table
-from ringattn.models.batch import IGNORED
+from ringattn.launch.verify.oracle import over_axes
 from ringattn.models.hf import model as hf_model
 from ringattn.models.hf.packed import numbered, numbering_of
 from ringattn.models.hf.refusals import refuse_model
@@ -40,29 +38,26 @@ class Results(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def run(options: Any, speaks: bool) -> int:
+def run(options: Any, say: Any, over_ranks: Any) -> int:
     """Compare, and print the table; 0 if the model is the same over ranks."""
     begun, (model, weights) = time.perf_counter(), load(options)
     documents = draw(options, model)
-    tokens = sum(x.shape[1] for x in documents)
-    packed = f"{len(documents)} documents, " * (len(documents) > 1)
-    if speaks:
-        print(f"{type(model).__name__}{weights}: {tokens} tokens, {packed}{options}", file=sys.stderr)
+    what = f"{sum(x.shape[1] for x in documents)} tokens" + f", {len(documents)} documents" * (len(documents) > 1)
+    say(f"{type(model).__name__}{weights}: {what}, {options}", file=sys.stderr)
     refuse_model(model, type(model).__name__)
     with Precise():
         exact = on_one_rank(precise(model), documents)
-    alone, spread = on_one_rank(deepcopy(model), documents), over_ranks(options, model, documents)
+    alone = on_one_rank(deepcopy(model), documents)
+    spread = over_ranks(partial(one_rank, model, documents), options.ranks)
     rows = compared(exact, alone, spread)
     bad = [row for row in rows if row["result"] == "FAIL"]
-    lines = [f"errors over what float32 allows: over {options}\n\n{table(rows, COLUMNS)}\n"]
+    say(f"errors over what float32 allows: over {options}\n\n{table(rows, COLUMNS)}\n")
     if first := next((row for row in bad if row["values"] > 1), None):
-        lines.append(f"they part in {first['layer']}: off by {first['values']:.2g} times what rounding allows")
+        say(f"they part in {first['layer']}: off by {first['values']:.2g} times what rounding allows")
     elif bad:
-        lines.append(f"values are equal; gradients part in {bad[-1]['layer']}: {bad[-1]['of']}")
-    lines.append(f"loss {spread.values[-1]:.7f} over ranks, {alone.values[-1]:.7f} on one")
-    lines.append(f"the model is {'NOT ' * bool(bad)}the same over ranks, in {time.perf_counter() - begun:.1f} s")
-    if speaks:
-        print("\n".join(lines))
+        say(f"values are equal; gradients part in {bad[-1]['layer']}: {bad[-1]['of']}")
+    say(f"loss {spread.values[-1]:.7f} over ranks, {alone.values[-1]:.7f} on one")
+    say(f"the model is {'NOT ' * bool(bad)}the same over ranks, in {time.perf_counter() - begun:.1f} s")
     return int(bool(bad))
 
 
@@ -127,17 +122,12 @@ def numbers(model: Any, document: Tensor) -> Tensor:
     return torch.arange(document.shape[1], device=document.device)[None] if by_rule is None else by_rule
 
 
-def labels_of(documents: list[Tensor]) -> Tensor:
-    """The tokens; the first one of a document follows no token."""
-    return torch.cat([torch.cat([torch.full_like(x[:, :1], IGNORED), x[:, 1:]], 1) for x in documents], 1)
-
-
 def on_one_rank(model: Any, documents: list[Tensor]) -> Results:
     """The model itself on one rank: each document by itself."""
     outputs = [model(tokens, output_hidden_states=True, use_cache=False) for tokens in documents]
-    by_document = [[*output.hidden_states, output.logits] for output in outputs]
+    by_document = [[*each.hidden_states, each.logits] for each in outputs]
     values = [torch.cat(x, 1) for x in zip(*by_document, strict=True)]
-    loss = F.cross_entropy(values[-1][0, :-1], labels_of(documents)[0, 1:], ignore_index=IGNORED)
+    loss = F.cross_entropy(torch.cat([x.logits[0, :-1] for x in outputs]), torch.cat([x[0, 1:] for x in documents]))
     loss.backward()
     return Results([x.detach() for x in (*values, loss)], gradients(model))
 
@@ -146,27 +136,17 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-def over_ranks(options: Any, model: Any, documents: list[Tensor]) -> Results:
-    """On those of torchrun, or on threads."""
-    if dist.is_initialized():
-        return one_rank(init_mesh(ring=options.ranks, device_type=options.device), model, documents)
-    models = [deepcopy(model) for _ in range(options.ranks)]
-    how: dict[str, Any] = {"device": options.device, "ring": options.ranks, "timeout": 300.0}
-    return local.run(lambda mesh: one_rank(mesh, models[mesh.rank], documents), **how)[0]
-
-
-def one_rank(mesh: Any, model: Any, documents: list[Tensor]) -> Results:
-    """One rank of the prepared model; what it gives is of the whole sequence."""
-    tokens, positions = torch.cat(documents, 1), None
+def one_rank(model: Any, documents: list[Tensor], mesh: Any) -> Results:
+    """One rank of a prepared copy; what it gives is of the whole sequence."""
+    tokens = torch.cat(documents, 1)
     plan = choosing.plan(mesh, seq_len=tokens.shape[1])
-    if len(documents) > 1:
-        positions = torch.cat([numbers(model, document) for document in documents], 1)
-    call = hf_model.prepare(model, plan)
-    output = call(tokens, labels=labels_of(documents), position_ids=positions, output_hidden_states=True)
+    positions = torch.cat([numbers(model, document) for document in documents], 1) if len(documents) > 1 else None
+    model = hf_model.prepare(deepcopy(model), plan)
+    output = model(tokens, labels=tokens, position_ids=positions, output_hidden_states=True)
     output.loss.backward()
     values = [plan.unshard(x.detach()) for x in (*output.hidden_states, output.logits)]
-    shares = {name: plan.ring_axis.all_gather(x[None]).wait().sum(0) for name, x in gradients(model).items()}
-    return Results([*values, output.loss.detach()], shares)
+    totals = {name: over_axes(plan, torch.sum, share) for name, share in gradients(model).items()}
+    return Results([*values, output.loss.detach()], totals)
 
 
 def compared(exact: Results, alone: Results, spread: Results) -> list[Row]:
@@ -177,8 +157,8 @@ def compared(exact: Results, alone: Results, spread: Results) -> list[Row]:
         truths = {n: x for n, x in exact.gradients.items() if layer_of(n, layers) == at}
         floor = SMALL * max((float(x.norm()) for x in truths.values()), default=0.0)
         errors = {n: off(spread.gradients[n], alone.gradients[n], x, floor) for n, x in truths.items()}
-        row: Row = {"layer": name, "values": off(ours, one, true), "gradients": max(errors.values(), default=None)}
-        row["of"] = max(errors, key=lambda n: errors[n], default=None)
+        worst = max(errors, key=lambda n: errors[n], default="")
+        row: Row = {"layer": name, "values": off(ours, one, true), "gradients": errors.get(worst), "of": worst or None}
         row["result"] = "pass" if row["values"] <= 1 and (row["gradients"] or 0) <= 1 else "FAIL"
         rows.append(row)
     return rows

@@ -2,16 +2,15 @@
 call over ranks, and how far its results are off.
 """
 
-from itertools import product
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.launch.verify.cases import Case
+from ringattn.launch.verify.cases import Case, Step, bounds
 from ringattn.masks.spec import AttentionSpec
-from ringattn.torch.sharding import own_positions
 
 Named = dict[str, Tensor]
 WHOLE = ("sinks", "state", "end")  # what every rank has all of
@@ -23,18 +22,17 @@ def row_of(of_rows: Any, batch_row: int) -> Any:
     return of_rows[batch_row % len(of_rows)] if of_rows and isinstance(of_rows[0], list) else of_rows or []
 
 
-def bounds(lengths: Any) -> list[tuple[int, int]]:
-    ends = np.cumsum(lengths, dtype=int).tolist()
-    return list(zip([0, *ends], ends, strict=False))
+def documents(case: Case) -> list[list[int]]:
+    """The lengths of each row's documents, which end in empty ones where other rows have more."""
+    rows = [row_of(case.lengths, b) or [case.seq_len] for b in range(case.batch)]
+    return [row + [0] * (max(map(len, rows)) - len(row)) for row in rows]
 
 
 def near(spec: AttentionSpec, i: Tensor, j: Tensor, causal: bool = True) -> Tensor:
     """Whether the query at position i of a document sees the key at position j, by the words of the spec."""
-    allowed = (i == i) & (j == j)
-    if isinstance(spec.window, tuple):
-        allowed &= (i - j <= spec.window[0]) & (j - i <= spec.window[1])
-    elif spec.window is not None:
-        allowed &= i - j < spec.window
+    inf = float("inf")
+    behind, ahead = spec.window if isinstance(spec.window, tuple) else ((spec.window or inf) - 1, inf)
+    allowed = (i - j <= behind) & (j - i <= ahead)
     if spec.chunk is not None:
         allowed &= i.div(spec.chunk, rounding_mode="floor") == j.div(spec.chunk, rounding_mode="floor")
     allowed |= (j >= 0) & (j < spec.first)
@@ -42,7 +40,13 @@ def near(spec: AttentionSpec, i: Tensor, j: Tensor, causal: bool = True) -> Tens
 
 
 def visible(case: Case, batch_row: int) -> Tensor:
-    """[T, S]: whether query i sees key j."""
+    """[T, S]: whether query i sees key j; of a cache, the queries of each step.
+
+    Documents are trees of one segment. The last query of a segment is at the last key of its branch.
+    """
+    if case.steps:
+        seen = [visible(tree(case, step, batch_row), 0) for step in case.steps]
+        return torch.cat([torch.nn.functional.pad(x, (0, case.keys - x.shape[1])) for x in seen])
     i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.keys)[None]
     allowed = torch.zeros(case.seq_len, case.keys, dtype=torch.bool)
     if case.slices is not None:
@@ -51,61 +55,63 @@ def visible(case: Case, batch_row: int) -> Tensor:
             inside &= (stop - i <= end - j) | (kind in ("full", "inverse"))  # or the last query sees the last key
             allowed |= inside & ((j - begin >= i - start) | (kind in ("full", "causal")))  # or the first one the first
         return allowed & near(case.spec, i, j, causal=False)
-    of = bounds(row_of(case.lengths, batch_row) or [case.seq_len])
-    keys = bounds(row_of(case.key_lengths, batch_row)) or ([(0, case.keys)] if case.lengths is None else of)
-    for (a, b), (begin, end) in zip(of, keys, strict=True):
-        zero = b - (end - begin)  # that sees key 0
-        allowed[a:b, begin:end] = near(case.spec, i[a:b] - zero, j[:, begin:end] - begin)
-    for segment, (a, b) in enumerate(of if case.parents is not None else []):
+    lengths = row_of(case.lengths, batch_row)
+    of, keys = bounds(lengths or [case.seq_len]), bounds(row_of(case.key_lengths, batch_row) or lengths or [case.keys])
+    parents = row_of(case.parents, batch_row) or [-1] * len(of)
+    for segment, (a, b) in enumerate(of):
         branch = [segment]
-        while (parent := row_of(case.parents, batch_row)[branch[0]]) >= 0:
+        while (parent := parents[branch[0]]) >= 0:
             branch.insert(0, parent)
-        tokens, allowed[a:b] = torch.cat([torch.arange(*of[s]) for s in branch]), False
-        at = torch.arange(len(tokens))  # depths along the branch
-        allowed[a:b, tokens] = near(case.spec, at[len(at) - (b - a) :, None], at[None])
+        tokens = [token for part in branch for token in range(*keys[part])]
+        at = torch.arange(len(tokens))
+        allowed[a:b, tokens] = near(case.spec, torch.arange(b - a)[:, None] + len(tokens) - (b - a), at)
     prefixes = zip(of, row_of(case.prefix, batch_row), strict=False)
     for a, b in [*row_of(case.spans, batch_row), *((a, a + n) for (a, _), n in prefixes)]:
         allowed[a:b, a:b] = True
     return allowed
 
 
-def softmax(case: Case, x: Named, seen: Tensor, real: Tensor | bool = True) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries [B, T, H, D] that see these keys [B, T, S]; those that are not `real` see no sink too."""
-    group = case.heads // case.kv_heads
+def tree(case: Case, step: Step, batch_row: int) -> Case:
+    """The new tokens of a row as segments of a tree that hangs on those before: one branch, or that of the drafts."""
+    begin, new = step.begins[batch_row], step.new
+    parents = [-1, *(parent + 1 for parent in step.words.get("parents", range(-1, new - 1)))]
+    return replace(case, steps=(), seq_len=new, key_len=begin + new, parents=parents, lengths=[0, *[1] * new],
+                   key_lengths=[begin, *[1] * new])  # fmt: skip
+
+
+def attention(case: Case, x: Named) -> tuple[Tensor, Tensor]:
+    """(out, lse). Tokens behind the documents see no sink, nor do queries that slices show no key."""
+    if case.steps:
+        tokens = np.concatenate([step.tokens for step in case.steps], 1)
+        x = {**x, "q": x["q"][np.arange(case.batch)[:, None], tokens]}
+    seen = torch.stack([visible(case, b) for b in range(case.batch)])
+    totals, group = torch.tensor(documents(case)).sum(1, keepdim=True), case.heads // case.kv_heads
+    real = seen.any(-1) if case.slices or case.steps else torch.arange(case.seq_len) < totals
     q, k, v = (x[n].transpose(1, 2).repeat_interleave(1 if n == "q" else group, 1) for n in "qkv")
     s = (case.spec.scale or case.head_dim**-0.5) * q @ k.mT
     if case.spec.softcap is not None:
         s = case.spec.softcap * torch.tanh(s / case.spec.softcap)
     s = s.masked_fill(~seen[:, None].to(s.device), -torch.inf)
-    if "sinks" in x:
+    if case.sinks:
         s = torch.cat([s, x["sinks"].to(s)[:, None, None].expand(*s.shape[:3], 1)], -1)
-    some = (s > -torch.inf).any(-1, keepdim=True) & torch.as_tensor(real, device=s.device)
+    some = (s > -torch.inf).any(-1, keepdim=True) & real[:, None, :, None].to(s.device)
     s = torch.where(some, s, 0.0)
     out = (torch.softmax(s, -1) * some)[..., : k.shape[2]] @ v
     lse = torch.where(some, torch.logsumexp(s, -1, keepdim=True), -torch.inf)
     return out.transpose(1, 2), lse[..., 0].transpose(1, 2)
 
 
-def attention(case: Case, x: Named) -> tuple[Tensor, Tensor]:
-    seen = torch.stack([visible(case, b) for b in range(case.batch)])
-    totals = torch.tensor([sum(row_of(case.lengths, b) or [case.seq_len]) for b in range(case.batch)])
-    real = seen.any(-1) if case.slices is not None else torch.arange(case.seq_len) < totals[:, None]
-    return softmax(case, x, seen, real[:, None, :, None])
-
-
 def recurrence(case: Case, x: Named) -> tuple[Tensor, Tensor]:
     """S_t = exp(g_t) S_{t-1} + k_t^T u_t, and out_t = scale q_t S_t; u is v, or beta (v - k exp(g) S)."""
     q, k = (x[n].repeat_interleave(case.heads // case.kv_heads, 2) for n in "qk")
     scale = case.words.get("scale") or case.head_dim**-0.5
-    rows = [row_of(case.lengths, b) or [case.seq_len] for b in range(case.batch)]
-    width = max(map(len, rows))
     none = x["v"].new_zeros(case.heads, case.head_dim, case.value_dim)
     outs, ends = [], []
-    for b, row in enumerate(rows):
-        states = [none] if case.state is None else x["state"].unflatten(0, (case.batch, -1))[b]
+    for b, row in enumerate(documents(case)):
+        states = [none] if case.state is None else [*x["state"].unflatten(0, (case.batch, -1))[b]]
+        states += [none] * (len(row) - len(states))  # that of a row is before its first document
         every, last = [], states[0]
-        for d, (start, stop) in enumerate(bounds([*row, *[0] * (width - len(row))])):
-            S = states[d] if case.state == "document" or d == 0 else none
+        for S, (start, stop) in zip(states, bounds(row), strict=True):
             for t in range(start, stop):
                 if case.gate is not None:
                     S = x["g"][b, t].reshape(case.heads, -1, 1).exp() * S
@@ -121,21 +127,6 @@ def recurrence(case: Case, x: Named) -> tuple[Tensor, Tensor]:
     return torch.stack(outs).unflatten(0, (case.batch, -1)), torch.stack(ends)
 
 
-def through_cache(case: Case, x: Named) -> Named:
-    """What the steps of a cache give: a query sees the tokens of its row up to its own, or the branch of its draft."""
-    rows, outs = torch.arange(case.batch)[:, None], []
-    for step in case.steps:
-        at = torch.as_tensor(step.tokens)
-        seen = near(case.spec, at[..., None], torch.arange(int(at.max()) + 1))
-        for b, (i, parent) in product(range(case.batch), enumerate(step.words.get("parents", ()))):
-            begin = step.begins[b]
-            seen[b, i, begin:] = seen[b, parent, begin:] if parent >= 0 else False
-            seen[b, i, at[b, i]] = True
-        given = {"q": x["q"][rows, at], **{m: x[m][:, : seen.shape[2]] for m in "kv"}}
-        outs.append(softmax(case, {**given, **({"sinks": x["sinks"]} if case.sinks else {})}, seen)[0])
-    return {"out": torch.cat(outs, 1)}
-
-
 def inputs(case: Case, dtype: torch.dtype, seed: int | None = None) -> Named:
     """Random q, k, v, sinks and so on, and the gradients that come back, the same on every rank."""
     g = torch.Generator().manual_seed(case.seed if seed is None else seed)
@@ -143,10 +134,10 @@ def inputs(case: Case, dtype: torch.dtype, seed: int | None = None) -> Named:
     shapes: dict[str, tuple[int, ...]] = {"q": (B, T, G if case.linear else H, K), "k": (B, case.keys, G, K)}
     shapes |= {"v": (B, case.keys, H if case.linear else G, V), "sinks": (H,), "dout": (B, T, H, V), "dlse": (B, T, H)}
     if case.linear:
-        width = max(len(row_of(case.lengths, b) or [T]) for b in range(B))
+        width = len(documents(case)[0])
+        states, ends = (B * width if each else B for each in (case.state == "document", case.by_document))
         shapes |= {"g": (B, T, H, K)[: 4 if case.gate == "channel" else 3], "beta": (B, T, H)}
-        shapes |= {"state": (B * (width if case.state == "document" else 1), H, K, V)}
-        shapes |= {"dend": (B * (width if case.by_document else 1), H, K, V)}
+        shapes |= {"state": (states, H, K, V), "dend": (ends, H, K, V)}
     x = {n: torch.randn(shape, generator=g, dtype=torch.float64) for n, shape in shapes.items()}
     if case.linear:
         x["g"] = torch.nn.functional.logsigmoid(x["g"])
@@ -155,78 +146,66 @@ def inputs(case: Case, dtype: torch.dtype, seed: int | None = None) -> Named:
         if case.beta:  # of length 1 or shorter
             x["k"] = x["k"] / x["k"].norm(dim=-1, keepdim=True).clamp(min=K**0.5)
     exact = torch.promote_types(dtype, torch.float32)
-    kept = {n: t * 10 ** case.powers.get(n, 0.0) for n, t in x.items() if n not in ("g", "beta") or n in case.arguments}
-    of_float32 = ("dlse", "g", "beta", "state", "dend")
-    kept = {n: t.float() if n == "dlse" else t.to(exact if n in of_float32 else dtype) for n, t in kept.items()}
-    return {n: t for n, t in kept.items() if n[1:] not in case.outputs or n in case.grads}
+    dtypes = {"dlse": torch.float32, **dict.fromkeys(("g", "beta", "state", "dend"), exact)}
+    unused = {"g", "beta", *(f"d{n}" for n in case.outputs)} - {*case.arguments, *case.grads}
+    return {n: (t * 10 ** case.powers.get(n, 0.0)).to(dtypes.get(n, dtype)) for n, t in x.items() if n not in unused}
 
 
 def dense(case: Case, given: Named, dtype: torch.dtype = torch.float64) -> Named:
     """Both results and every gradient of the whole sequence, computed densely in `dtype`."""
-    x = {n: t.detach().to(dtype) for n, t in given.items() if n != "sinks" or case.sinks}
-    if case.steps:
-        return through_cache(case, x)
-    leaves = {n: x[n].requires_grad_() for n in case.arguments}
+    x = {n: given[n].detach().to(dtype).requires_grad_() for n in case.arguments}
     results = dict(zip(case.outputs, (recurrence if case.linear else attention)(case, x), strict=True))
-    return with_gradients(results, {n: given[f"d{n}"] for n in results if f"d{n}" in given}, leaves)
+    return with_gradients(results, given, x)
 
 
-def with_gradients(results: Named, back: Named, leaves: Named) -> Named:
-    """The results, and the gradients of the leaves by what comes back: nothing does where an lse is -inf."""
-    outputs = [results[n] for n in back]
-    into = [torch.where(torch.isfinite(results[n]), x.to(results[n].dtype), 0.0) for n, x in back.items()]
-    grads = torch.autograd.grad(outputs, list(leaves.values()), into, materialize_grads=True)
-    named = {f"d{n}": x for n, x in zip(leaves, grads, strict=True)}
+def with_gradients(results: Named, given: Named, leaves: Named) -> Named:
+    """The results, and the gradients of the leaves by what is given: nothing comes back where an lse is -inf."""
+    back = {n: given[f"d{n}"].to(x.dtype) for n, x in results.items() if f"d{n}" in given}
+    into = [torch.where(torch.isfinite(results[n]), x, 0.0) for n, x in back.items()]
+    outputs, inputs = [results[n] for n in back], list(leaves.values())
+    grads = torch.autograd.grad(outputs, inputs, into, materialize_grads=True) if back else ()
+    named = {f"d{n}": x for n, x in zip(leaves, grads, strict=False)}
     return {**{n: x.detach() for n, x in results.items()}, **named}
 
 
-def local(plan: Any, name: str, whole: Tensor, padding: float = float("nan")) -> Tensor:
-    """This rank's tokens of an input, a result or a gradient; what is the same on every rank it has whole."""
+def local(plan: Any, name: str, whole: Any, padding: float = float("nan"), where: Any = torch.where) -> Any:
+    """The plan's tokens of an input, a result or a gradient; what is the same on every rank it has whole."""
     name = name.removeprefix("d")
     if name in WHOLE:
         return whole
     plan = plan.keys if name in ("k", "v") else plan
-    pad = whole.new_full((len(whole), plan.tokens.padded_length - whole.shape[1], *whole.shape[2:]), padding)
-    return torch.cat([whole, pad], 1)[:, torch.from_numpy(own_positions(plan)).to(whole.device)]
+    return where(plan.real_tokens().reshape(1, -1, *[1] * (whole.ndim - 2)), plan.shard(whole), padding)
 
 
-def run(case: Case, mesh: Any, given: Named, kernel: str = "auto", plan: Any = None, **choices: Any) -> Named:
+def run(case: Case, plan: Any, given: Named) -> Named:
     """Both results and every gradient of this rank's part, through the public API; padding goes in as NaN.
 
     Gradients come back for each result that one is given for: NaN for padding, none where an lse is -inf, and for an
-    end state other parts from all ranks. `choices` are further words for the plan: how blocks travel.
+    end state other parts from all ranks.
     """
-    plan = plan or case.plan_on(mesh, kernel, **choices)
-    x = {n: local(plan, n, given[n]).clone().requires_grad_() for n in case.arguments}
-    results = dict(zip(case.outputs, case.call(plan, x, kernel), strict=True))
-    back = {n: local(plan, n, given[f"d{n}"]) for n in results if f"d{n}" in given}
-    if "end" in back:
+    mine = {n: local(plan, n, x) for n, x in given.items()}
+    if "dend" in mine:
         ranks, rank = plan.ring * plan.ulysses, plan.ring_axis.rank * plan.ulysses + plan.ulysses_axis.rank
-        back["end"] = back["end"] * (2 * (rank + 1) / (ranks * (ranks + 1)))
-    return with_gradients(results, back, x)
+        mine["dend"] = mine["dend"] * (2 * (rank + 1) / (ranks * (ranks + 1)))
+    x = {n: mine[n].clone().requires_grad_() for n in case.arguments}
+    return with_gradients(dict(zip(case.outputs, case.call(plan, x), strict=True)), mine, x)
 
 
-def error(result: Tensor, expected: Tensor, whole: Tensor | None = None) -> float:
-    """|result - expected| / |whole|, by default of `expected`; inf where `gaps` has none."""
-    gap, whole = gaps(result, expected), expected if whole is None else whole
-    return float("inf") if gap is None else float(gap.norm()) / max(float(whole.nan_to_num(neginf=0.0).norm()), 1e-30)
+def over_axes(plan: Any, fold: Any, x: Tensor) -> Tensor:
+    """All ranks' parts folded into one: their sum, or their maximum."""
+    for axis in (plan.ring_axis, plan.ulysses_axis):
+        x = fold(axis.all_gather(x[None]).wait(), 0)
+    return x
 
 
 def worst_row(result: Tensor, expected: Tensor, unit: float) -> float:
     """The largest error of a row, of one head and token, over its size and `unit`; lse and the like are numbers."""
-    gap, expected = gaps(result, expected), expected.nan_to_num(neginf=0.0)
-    if gap is None or not gap.numel():
-        return float("inf") if gap is None else 0.0
-    rows = [x if x.dim() == 4 else x[..., None] for x in (gap, expected)]
-    return float((rows[0].norm(dim=-1) / (rows[1].norm(dim=-1) + unit)).max())
-
-
-def gaps(result: Tensor, expected: Tensor) -> Tensor | None:
-    """How far each element is off; None if one is NaN, or infinite where the other is not the same infinity."""
     result, finite = result.double(), torch.isfinite(expected)
     if result.isnan().any() or not torch.equal(result[~finite], expected[~finite].double()):
-        return None
-    return torch.where(finite, result - expected, 0.0)
+        return float("inf")  # where one is infinite, the other is not the same infinity
+    rows = [torch.where(finite, x, 0.0) for x in (result - expected, expected)]
+    gap, size = (x.norm(dim=-1) if x.dim() == 4 else x.abs() for x in rows)
+    return float((gap / (size + unit)).max()) if gap.numel() else 0.0
 
 
 class Truth(NamedTuple):
@@ -253,9 +232,8 @@ def truth(case: Case) -> Truth:
     exact = dense(case, given)
     single = dense(case, given, torch.promote_types(dtype, torch.float32) if case.linear else dtype)
     q, k, v, dout = (10 ** case.powers.get(n, 0.0) for n in ("q", "k", "v", "dout"))
-    scale = 1.0 if case.linear else (case.spec.scale or case.head_dim**-0.5) * case.head_dim**0.5
-    sizes = {"lse": 1.0, "dv": dout, "dstate": dout, "out": v, "end": v, "dq": scale * k * v * dout}
-    sizes["dk"] = scale * q * v * dout
+    slope = v * dout * (1.0 if case.linear else (case.spec.scale or case.head_dim**-0.5) * case.head_dim**0.5)
+    sizes = {"lse": 1.0, "out": v, "end": v, "dv": dout, "dstate": dout, "dq": k * slope, "dk": q * slope}
     limits, units = {}, {}
     for n, x in exact.items():  # where terms cancel, a row is measured by what they are
         mean = float(x.nan_to_num(neginf=0.0).square().mean().sqrt()) if x.numel() else 0.0
