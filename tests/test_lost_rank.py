@@ -20,7 +20,7 @@ from ringattn.launch.processes import RankError, run
 from ringattn.launch.train import checkpoint, trainer
 from ringattn.torch.attention import ring
 
-RANKS, TIMEOUT = 4, 12.0
+RANKS, TIMEOUT = 4, 6.0
 
 
 def calls_until_one_dies(folder: str, victim: int, route: str, stays: bool) -> None:
@@ -48,11 +48,16 @@ def calls_until_one_dies(folder: str, victim: int, route: str, stays: bool) -> N
 
 
 def a_closed_connection_everywhere(folder: str, strategy: dict[str, int]) -> None:
-    """Rank 3 leaves after a call; the error of each other rank in every kind of transfer that needs it then."""
+    """Rank 3 leaves after a call; the error of each other rank in every kind of transfer that needs it then.
+
+    After that nobody waits for a transfer that is given up.
+    """
     mesh = ra.init_mesh(**strategy, device_type="cpu")
     plan, rank, x = ra.plan(mesh, seq_len=64), dist.get_rank(), torch.ones(4, 4)
     axis = plan.ring_axis if plan.ring_axis.size > 1 else plan.ulysses_axis
     axis.all_to_all([x], 0, 0).wait()
+    with pytest.raises(RuntimeError):  # an error of its own is no loss, and not reported as one later
+        axis.all_gather(x.to("meta")).wait()
     dist.barrier()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -70,6 +75,11 @@ def a_closed_connection_everywhere(folder: str, strategy: dict[str, int]) -> Non
             call()
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
+    if messages and axis.size == 4:
+        given_up = axis.move({}, {(rank + 1) % 3: [x.clone()]})  # which the other rank never sends
+        start = time.monotonic()
+        del given_up
+        assert time.monotonic() - start < TIMEOUT / 2
     Path(folder, str(rank)).write_text("\n".join(messages))
     raise RuntimeError("the end of this rank")
 
@@ -95,32 +105,7 @@ def test_a_connection_that_is_closed_already_is_the_same_error_for_every_transfe
         assert len(output) == (5 if path.name in needing else 0)
         for line in output:
             assert line.startswith(f"ConnectionError: {name} rank ") and f" lost {name} rank {whom}" in line, line
-
-
-def a_local_error_and_then_a_loss(folder: str) -> None:
-    """The error of a rank that is not lost, and then that of a lost one."""
-    plan, rank, x = ra.plan(ra.init_mesh(ring=3, device_type="cpu"), seq_len=12), dist.get_rank(), torch.ones(1, 4)
-    axis = plan.ring_axis
-    with pytest.raises(RuntimeError, match="meta"):
-        axis.all_gather(x.to("meta")).wait()
-    assert torch.equal(plan.unshard((x + 2j).conj()), torch.full((1, 12), 1 - 2j))
-    dist.barrier()
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(ConnectionError) as error:
-        axis.exchange_words("after")
-    given_up = axis.move({}, {1 - rank: [x.clone()]})  # which the other rank never sends
-    start = time.monotonic()
-    del given_up
-    assert time.monotonic() - start < TIMEOUT / 4
-    Path(folder, str(rank)).write_text(str(error.value))
-
-
-def test_an_error_of_its_own_is_no_loss_and_not_reported_as_one_later(tmp_path):
-    with pytest.raises(RankError, match="killed by signal 9"):
-        run(a_local_error_and_then_a_loss, 3, str(tmp_path), collective_timeout=TIMEOUT, grace=TIMEOUT)
-    output = [path.read_text() for path in tmp_path.iterdir()]
-    assert len(output) == 2 and all("lost ring rank 2 (words)" in each and "meta" not in each for each in output)
+            assert "meta" not in line, line
 
 
 def with_a_deadly_kernel(backward, *args):
@@ -239,20 +224,16 @@ def test_all_others_name_it_and_the_step(victim, route, stays, tmp_path):
     assert sorted(output) == [r for r in range(RANKS) if r != victim]
     for rank, text in output.items():
         seconds, error = text.split(" ", 1)
-        assert float(seconds) < 1.5 * TIMEOUT, f"rank {rank}: {text}"
+        assert float(seconds) < 2 * TIMEOUT, f"rank {rank}: {text}"  # a wait, and a roll call of half of it
         assert f"lost ring rank {victim} (" in error and ("step" in error or "round" in error), f"rank {rank}: {text}"
 
 
-def test_a_group_that_another_thread_ends_meanwhile_leaves_the_loss_a_loss(monkeypatch):
-    """Ray ends the process group of a rank whose peer died, while that rank asks who is missing."""
-
-    def gone(*args):
-        raise ValueError("Default process group has not been initialized")
-
-    monkeypatch.setattr(lost.dist, "get_world_size", gone)
-    with pytest.raises(ConnectionError, match=r"saving: .* reset by peer"), lost.missing_named("saving"):
-        raise RuntimeError(
-            "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. This is"
-        )
-    with pytest.raises(ConnectionError, match="Connection closed"), lost.Lost(Solo(), [[0]], "keys").named():
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+def test_a_group_that_another_thread_ends_meanwhile_leaves_the_loss_a_loss():
+    """Ray ends the process group of a rank whose peer died, while that rank asks who is missing. Here is none."""
+    message = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. This is"
+    for named, text in (
+        (lost.missing_named("saving"), r"^saving: .*reset by peer$"),
+        (lost.Lost(Solo(), [[0]], "keys").named(), r"reset by peer$"),
+    ):
+        with pytest.raises(ConnectionError, match=text), named:
+            raise RuntimeError(message)

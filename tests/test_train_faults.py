@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
 
 from ringattn.launch.train import checkpoint, metrics
+from ringattn.launch.train.start import main
 
 ROOT = Path(__file__).parent.parent
 WORDS = ("experiment=smoke", "model.dim=16", "model.hidden=16", "model.layers=1", "seq_len=64", "data=files",
@@ -57,9 +58,7 @@ def torchrun(*words: str, restarts: int = 0) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> list[float]:
     folder = tmp_path_factory.mktemp("whole")
-    process = begin(*TRAIN, *WORDS, f"folder={folder}", "run=whole", "nproc=2")
-    output = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0, output
+    assert main([*WORDS, f"folder={folder}", "run=whole", "nproc=2"]) == 0
     return losses(folder / "whole")
 
 
@@ -126,12 +125,16 @@ def test_a_killed_rank_here_says_how_to_go_on(tmp_path):
 def test_a_rank_that_hangs_becomes_an_error(tmp_path):
     process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "run=run", "cluster.timeout=5"))
     wait_for(lambda: steps_done(tmp_path / "run") >= 3, process)
-    os.kill(children(process.pid)[1], signal.SIGSTOP)
-    output = process.communicate(timeout=PATIENCE)[0]  # torchrun itself takes half a minute to end a stopped process
+    stopped = children(process.pid)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    output = ""
+    while "ringattn train: rank 0:" not in output:
+        output += process.stdout.readline() or pytest.fail(output)
+    os.kill(stopped, signal.SIGKILL)  # torchrun itself takes half a minute to end a stopped process
+    output += process.communicate(timeout=PATIENCE)[0]
     assert process.returncode != 0
     # a collective's own time-out, or under TORCH_DISTRIBUTED_DEBUG=DETAIL the barrier before it, which names the rank
     assert "Timed out waiting 5000ms" in output or "Ranks 1 failed to pass monitoredBarrier in 5000 ms" in output
-    assert "ringattn train: rank 0:" in output
 
 
 def children(pid: int) -> list[int]:
