@@ -157,6 +157,9 @@ class Afterwards:
         return self.pending.wait()
 
 
+NOTHING_SHARED: Sharing = nullcontext(Done())
+
+
 class Axis(Protocol):
     """`size` ranks in a ring; this process is number `rank`. The bodies are those of `Solo`, an axis of one rank."""
 
@@ -184,7 +187,7 @@ class Axis(Protocol):
         transfer may be launched before the body or after it, whichever the transport hides better. `persistent`: as in
         `move`, for the body's kernels; what they would delay is launched before them.
         """
-        return nullcontext(Done())
+        return NOTHING_SHARED
 
     def after_sends(self) -> None:
         """Delay work on the current stream until what other ranks wait for is copied to where they read it."""

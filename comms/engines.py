@@ -65,7 +65,6 @@ class Lanes:
             stream.wait_event(since)
 
     def copy(self, lane: int, copy: Copy) -> None:
-        self.flush(lane)
         if copy.rows == 1:
             self.driver("cuMemcpyAsync", *copy[:3], self.handles[lane])
         else:
@@ -73,13 +72,14 @@ class Lanes:
 
     def copy_all(self, lane: int, copies: Sequence[Copy], persistent: bool) -> None:
         """Copies in any order. `persistent`: other work fills the GPU, for which a kernel would wait."""
+        if copies:
+            self.flush(lane)
         if not are_one(lane, copies, persistent):
             for copy in copies:
                 self.copy(lane, copy)
             return
         from ringattn.comms.copies import copy_all  # triton is part of torch for GPUs
 
-        self.flush(lane)
         rows = [(to + i * to_pitch, source + i * source_pitch, size)
                 for to, source, size, count, to_pitch, source_pitch in copies for i in range(count)]  # fmt: skip
         with self.on(lane):

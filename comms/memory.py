@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 def weight(groups: Iterable[Sequence[Piece]]) -> int:
-    return sum(piece.rows * piece.size for group in groups for piece in group)
+    return sum([piece.rows * piece.size for group in groups for piece in group])
 
 
 def count_runs(x: Tensor) -> int:

@@ -6,14 +6,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, ByRank, Done, Pending, Sharing, Then
+from ringattn.comms.axis import NOTHING_SHARED, Axis, ByRank, Done, Pending, Sharing, Then
 
 
 class Moves(Axis):
     """An axis that only lacks `move`."""
 
     def sharing(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Sharing:
-        return nullcontext(self.move(out, into, what, persistent) if out or into else Done())
+        return nullcontext(self.move(out, into, what, persistent)) if out or into else NOTHING_SHARED
 
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""

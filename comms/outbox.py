@@ -11,7 +11,7 @@ graph can be replayed. Both sides count their batches, so both know which slot i
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ringattn.comms import memory
@@ -106,7 +106,7 @@ class Peers:
 
     def put(self, puts: Sequence[Put], persistent: bool) -> None:
         """All copies first, then all signals: a signal between two copies would take longer than a copy."""
-        self.lanes.copy_all(OUT, [copy for put in puts for copy in into_slot(put.to, put.pieces)], persistent)
+        self.lanes.copy_all(OUT, [copy for put in puts for copy in copies_of(put.to, put.pieces)], persistent)
         for put in puts:
             for peer in put.readers:
                 self.lanes.set(OUT, self.outbox.full(peer, self.rank, put.slot))
@@ -121,7 +121,7 @@ class Peers:
         for peer, pieces in batches:
             slot = SHARED + self.received[peer] % self.outbox.private if shared is None else shared % SHARED
             self.received[peer] += shared is None
-            taken.append((peer, slot, self.copies(peer, slot, pieces)))
+            taken.append((peer, slot, copies_of(self.outbox.slot(peer, self.rank, slot), pieces, back=True)))
         together = are_one(IN, [copy for _, _, copies in taken for copy in copies], persistent)
         for group in [taken] if together else [[each] for each in taken]:
             for peer, slot, _ in group:
@@ -131,14 +131,13 @@ class Peers:
             for peer, slot, _ in group:
                 self.lanes.set(IN, self.outbox.free(peer, self.rank, slot))
 
-    def copies(self, peer: int, slot: int, pieces: Iterable[Piece]) -> list[Copy]:
-        """The copies that bring the pieces of a peer's slot to where they belong."""
-        reverse = into_slot(self.outbox.slot(peer, self.rank, slot), pieces)
-        return [Copy(source, to, size, rows, pitch, within) for to, source, size, rows, within, pitch in reverse]
 
-
-def into_slot(slot: int, pieces: Iterable[Piece]) -> Iterator[Copy]:
-    """The copies of pieces into the slot at this address, one behind the other."""
+def copies_of(slot: int, pieces: Iterable[Piece], back: bool = False) -> list[Copy]:
+    """The copies of pieces into the slot at this address, one behind the other; `back`: from there to the pieces."""
+    copies = []
     for address, size, rows, pitch in pieces:
-        yield Copy(slot, address, size, rows, size, pitch)
+        copies.append(
+            Copy(address, slot, size, rows, pitch, size) if back else Copy(slot, address, size, rows, size, pitch)
+        )
         slot += rows * size
+    return copies

@@ -14,7 +14,6 @@ kernel has ended; and so are several small copies over links, from all ranks at 
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.comms import memory, messages
-from ringattn.comms.axis import Afterwards, Axis, ByRank, Done, Pending, Sharing, Slices
+from ringattn.comms.axis import NOTHING_SHARED, Afterwards, Axis, ByRank, Done, Pending, Sharing, Slices
 from ringattn.comms.engines import IN, OUT, Copy, Events, Lanes
 from ringattn.comms.memory import MAX_RUNS, Piece, batches, count_runs, joined, located, weight
 from ringattn.comms.moves import Moves
@@ -105,7 +104,7 @@ class SymmetricAxis(Moves):
     def sharing(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Sharing:
         self.watch.check()
         if not out and not into:
-            return nullcontext(Done())
+            return NOTHING_SHARED
         given = out, into, what, self.lanes.now(), persistent
         if not persistent:  # spares the body's kernel the time that the host takes for it
             return Afterwards(lambda: self.put(*given)())
@@ -137,7 +136,7 @@ class SymmetricAxis(Moves):
             """Fetch the batches of other ranks, and put the later ones of this rank into slots as they become free."""
             later = shared[SHARED:]
             ends = {r: starts[r] + len(each.batches) for r, each in arriving.items()}
-            for i in range(max(len(later), *ends.values(), 0)):
+            for i in range(max(len(later), 0, *ends.values())):
                 arrivals = [
                     (r, each.batches[i - starts[r]]) for r, each in arriving.items() if starts[r] <= i < ends[r]
                 ]
@@ -145,7 +144,7 @@ class SymmetricAxis(Moves):
                 if i < len(later):
                     self.peers.put_shared(SHARED + i, [later[i]], expect, persistent)
             self.unpack(arriving)
-            self.sent += sum(weight([pieces]) * len(ranks) for pieces, ranks in shared)
+            self.sent += sum([weight([pieces]) * len(ranks) for pieces, ranks in shared])
             return flight.launched()
 
         return fetched
@@ -180,10 +179,10 @@ class SymmetricAxis(Moves):
 
 def batches_before(tensors: Sequence[Tensor]) -> int:
     """How many batches their rank shares before those that these tensors receive."""
-    if not isinstance(tensors, Slices):
+    if not isinstance(tensors, Slices) or not tensors.after:
         return 0
-    row = sum(x[:, :1].nbytes for x in tensors.tensors)
-    return sum(-(-n * row // memory.SLOT) for n in tensors.after)
+    row = sum([x[:, :1].nbytes for x in tensors.tensors])
+    return sum([-(-n * row // memory.SLOT) for n in tensors.after])
 
 
 def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) -> SymmetricAxis | None:

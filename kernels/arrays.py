@@ -18,8 +18,9 @@ def is_jax(x: Array) -> bool:
 
 def namespace(x: Array) -> Any:
     """`torch` for a torch tensor, `jax.numpy` for a jax array: both take `axis=` and `keepdims=`."""
-    if is_torch(x):
-        return sys.modules["torch"]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return torch
     if is_jax(x):
         import jax.numpy
 
@@ -57,10 +58,9 @@ def fine(x: Array) -> Any:
     A merge weighs two sides by exp(the difference of their lse), and float32 rounds an lse of 1e4 by 5e-4. With 16-bit
     inputs other rounding errors are far larger.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return torch.float64 if x.dtype in (torch.float32, torch.float64) else torch.float32
-    return accumulator(x)
+    xp = namespace(x)
+    exact = (xp.float32, xp.float64) if xp is sys.modules.get("torch") else (xp.float64,)
+    return xp.float64 if x.dtype in exact else xp.float32
 
 
 def arange(n: int, like: Array) -> Array:

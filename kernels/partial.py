@@ -41,7 +41,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     gap = xp.where(nothing, xp.zeros_like(a.lse), b.lse - a.lse)  # -inf - -inf is NaN
     apart = a.out - b.out
     out = a.out - astype(sigmoid(gap), accumulator(apart))[..., None] * apart
-    lse_a, lse_b = (xp.where(nothing, xp.zeros_like(x), x) for x in (a.lse, b.lse))  # at -inf twice its gradient is NaN
+    lse_a, lse_b = [xp.where(nothing, xp.zeros_like(x), x) for x in (a.lse, b.lse)]  # at -inf twice its gradient is NaN
     return Partial(out, xp.where(nothing, xp.full_like(a.lse, NEVER), xp.logaddexp(lse_a, lse_b)))
 
 

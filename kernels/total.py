@@ -5,7 +5,7 @@ and sent as bfloat16. Sums are computed in float32 (float64 for float64).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,8 @@ from torch import Tensor
 EVERY = slice(None)
 
 
-class Term(NamedTuple):
-    """A term `grad` [B, rows, heads, D] of a gradient, for the rows and heads in these half-open ranges."""
-
-    grad: Tensor
-    rows: tuple[int, int]
-    heads: tuple[int, int]
+# A term [B, rows, heads, D] of a gradient, for the rows and heads in these half-open ranges.
+Term = tuple[Tensor, tuple[int, int], tuple[int, int]]
 
 
 class Total:
@@ -41,11 +37,12 @@ class Total:
         t, h = rows.start or 0, heads.start or 0
         terms = grad.terms if isinstance(grad, Total) else [whole(grad)]
         for x, (first, end), (top, bottom) in terms:
-            self.terms.append(Term(x, (t + first, t + end), (h + top, h + bottom)))
+            self.terms.append((x, (t + first, t + end), (h + top, h + bottom)))
             self.nbytes += x.nbytes
         self.running = None
-        if len(self.terms) == 1 and self.covers(self.terms[0]) and self.terms[0].grad.dtype == self.exact:
-            self.running = self.terms[0].grad
+        if len(self.terms) == 1:
+            x = self.terms[0][0]
+            self.running = x if x.shape == self.shape and x.dtype == self.exact else None
 
     def fold(self) -> None:
         """Add up all terms if they take more than 1.5 times the memory of the sum."""
@@ -61,7 +58,7 @@ class Total:
 
     def rows_at(self, at: range, dtype: torch.dtype) -> Tensor:
         """These rows of the sum: a view if one term alone covers them, zeros if none does."""
-        terms = [term for term in self.terms if term.rows[0] < at.stop and at.start < term.rows[1]]
+        terms = [term for term in self.terms if term[1][0] < at.stop and at.start < term[1][1]]
         if not terms:
             return torch.zeros(self.shape[0], len(at), *self.shape[2:], dtype=dtype, device=self.device)
         x, (first, end), heads = terms[0]
@@ -73,10 +70,11 @@ class Total:
     def sum_of(self, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:
         if not terms:
             return torch.zeros(self.shape, dtype=dtype, device=self.device)
-        first = terms[0].grad
-        if len(terms) == 1 and self.covers(terms[0]):
+        first = terms[0][0]
+        covers = first.shape == self.shape
+        if len(terms) == 1 and covers:
             return first.to(dtype)
-        in_place = self.covers(terms[0]) and first.dtype == dtype and first.is_contiguous()
+        in_place = covers and first.dtype == dtype and first.is_contiguous()
         if self.device.type == "cuda" and self.exact == torch.float32:
             from ringattn.kernels.attention.triton.gradients import TERMS, add_parts  # triton is part of torch for GPUs
 
@@ -90,12 +88,9 @@ class Total:
             total[:, slice(*rows), slice(*heads)].add_(x)
         return total.to(dtype)
 
-    def covers(self, term: Term) -> bool:
-        return term.grad.shape == self.shape
-
 
 def whole(grad: Tensor) -> Term:
-    return Term(grad, (0, grad.shape[1]), (0, grad.shape[2]))
+    return grad, (0, grad.shape[1]), (0, grad.shape[2])
 
 
 def in_dtype(grad: Tensor | Total, dtype: torch.dtype) -> Tensor:

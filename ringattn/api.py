@@ -46,8 +46,9 @@ def attention(
               last n
     sinks     [H], one logit per head that takes part in the softmax with a value of zero
     """
-    refuse(of_unknown("attention", unknown) or of_mask(mask, docs, key_docs), plan)
-    docs = docs if mask is None else mask
+    if unknown or mask is not None:
+        refuse(of_unknown("attention", unknown) or of_mask(mask, docs, key_docs), plan)
+        docs = docs if mask is None else mask
     function: Any  # import statements, since torch.compile cannot trace import_module
     if is_torch(q):  # torch checks the arguments of each new kind of call
         from ringattn.torch.attention.public import attention as function
@@ -101,7 +102,8 @@ def linear_attention(
     scan            how states travel from rank to rank: auto, gather, ring or pipeline
     check           check every gate and beta, which waits for the device; by default on CPUs only
     """
-    refuse(of_unknown("linear_attention", unknown, LINEAR), plan)
+    if unknown:
+        refuse(of_unknown("linear_attention", unknown, LINEAR), plan)
     function: Any
     if is_torch(q):
         from ringattn.torch.linear.public import linear_attention as function

@@ -120,7 +120,7 @@ def first_order(backward: Run, where: str) -> Any:
     """An autograd function's backward, whose gradients cannot be differentiated again."""
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        if forward_ad._current_level >= 0 or any(x is not None and is_batched(x) for x in grads):
+        if forward_ad._current_level >= 0 or any([x is not None and is_batched(x) for x in grads]):
             refuse_transforms()
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)

@@ -302,7 +302,7 @@ def gradients(
         for total, x in zip(sums, (dk, dv), strict=True):
             total.add(x.unflatten(0, (B, -1)), keys if B == 1 else slice(None))
     if len(calls) == 1:
-        return sums[0].terms[0].grad, sums[1].terms[0].grad
+        return sums[0].terms[0][0], sums[1].terms[0][0]
     return sums
 
 

@@ -86,7 +86,7 @@ def over_rectangles(
             more = {"delta": sliced(rows.delta, queries)} if out is None and rows.delta is not None else {}
             return backward(*some[:2], sliced(k_BSGD, keys), sliced(v_BSGV, keys), *some[2:], mask, **score, **more)
 
-        if is_one(rectangles, q_BTHD) and covers(rectangles[0].keys, k_BSGD):
+        if is_one(rectangles, q_BTHD) and sliced(k_BSGD, rectangles[0].keys) is k_BSGD:
             return run(*rectangles[0])
         sums = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
         for queries, keys, mask in largest_first(rectangles):
@@ -114,16 +114,12 @@ def cached(where: Intervals, kind: Any, make: Callable[[], Made]) -> Made:
 
 def sliced(x: Tensor, rows: slice) -> Tensor:
     """These rows of a tensor; the tensor itself if they are all."""
-    return x if covers(rows, x) else x[:, rows]
-
-
-def covers(rows: slice, x: Tensor) -> bool:
-    return rows.start == 0 and rows.stop == x.shape[1]
+    return x if rows.start == 0 and rows.stop == x.shape[1] else x[:, rows]
 
 
 def is_one(rectangles: Sequence[Rectangle], q: Tensor) -> bool:
     """Whether there is one rectangle, with all queries."""
-    return len(rectangles) == 1 and covers(rectangles[0].queries, q)
+    return len(rectangles) == 1 and sliced(q, rectangles[0].queries) is q
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -143,7 +139,7 @@ def own_rectangles(name: str, where: Intervals, *_: Any) -> tuple[Rectangle, ...
 
 def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> None:
     """into[:, rows] = merge(total[:, rows], part)."""
-    mine, new = (Partial(x.out[:, rows], x.lse[:, rows]) for x in (total, into))
+    mine, new = [Partial(x.out[:, rows], x.lse[:, rows]) for x in (total, into)]
     if total.out.is_cuda and total.lse.dtype == torch.float32:
         from ringattn.kernels.attention.triton.merge import merge_into, merge_stack  # triton is part of torch for GPUs
 
@@ -152,7 +148,7 @@ def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> Non
         else:
             merge_stack(Partial(part.out[None], part.lse[None]), mine, into=new)
         return
-    merged = partial.merge(*(Partial(x.out.to(accumulator(x.out)), x.lse) for x in (mine, part)))
+    merged = partial.merge(*[Partial(in_dtype(x.out, accumulator(x.out)), x.lse) for x in (mine, part)])
     new.out.copy_(merged.out)
     new.lse.copy_(merged.lse)
 

@@ -36,7 +36,7 @@ def forward(
     q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, *, scale: float, softcap: None = None
 ) -> tuple[Tensor, Tensor]:
     assert softcap is None  # which `refuses` refuses
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGV))
+    q, k, v = [x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGV)]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -45,9 +45,9 @@ def backward(
     dout_BTHV: Tensor, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, out_BTHV: Tensor, lse_BTH: Tensor, causal: bool,
     *, scale: float, softcap: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tensors = (x.transpose(1, 2) for x in (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV, lse_BTH))
+    tensors = [x.transpose(1, 2) for x in (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV, lse_BTH)]
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal, scale=scale)
-    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    dq, dk, dv = [x.transpose(1, 2) for x in grads]
     return dq, dk, dv
 
 
@@ -80,12 +80,12 @@ def gradients(
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in float32, or in float64."""
-    return tuple(x if x.dtype in WIDE else x.float() for x in tensors)
+    return tuple([x if x.dtype in WIDE else x.float() for x in tensors])
 
 
 def finite(*tensors: Tensor) -> bool:
     """Whether all numbers are finite, by the sum of each tensor; also False if a sum overflows."""
-    return all(bool(x.sum().isfinite()) for x in tensors)
+    return all([bool(x.sum().isfinite()) for x in tensors])
 
 
 def largest_score(q_BTHD: Tensor, k_BSGD: Tensor, scale: float) -> float:

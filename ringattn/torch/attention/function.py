@@ -117,7 +117,7 @@ def backward(
         grads: tuple[Tensor, ...] = dq, summed(dk, call.shape.kv_heads), summed(dv, call.shape.kv_heads)
         if call.padded:
             grads = tuple(cleared(x, real) for x, real in zip(grads, call.reals, strict=True))
-        dq, dk, dv = (x.contiguous() for x in grads)
+        dq, dk, dv = [x.contiguous() for x in grads]
         if sinks is None:
             return dq, dk, dv, None
         dsinks = torch.zeros_like(sinks)
@@ -239,7 +239,7 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
         if call.shares:
             grads = sums if g == call.groups else []
         dtype = accumulator(k) if call.gathers else k.dtype
-        result: Grads = (in_dtype(dq, q.dtype), *(in_dtype(grad, dtype) for grad in grads), delta)
+        result: Grads = (in_dtype(dq, q.dtype), *[in_dtype(grad, dtype) for grad in grads], delta)
         del q, k, v, out, lse, dout, dlse, kept, rows, dq, grads  # frees their memory
         if call.gathers:
             leaving.append(scattered(result, call.ring, call.key_order))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, Done, Pending
+from ringattn.comms.axis import Axis
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import Rows
 from ringattn.kernels.total import Total
@@ -18,9 +18,7 @@ from ringattn.layouts.dealing import joined
 from ringattn.steps.rank import Step
 from ringattn.steps.table import Ranges
 from ringattn.torch.attention.steps import Score
-from ringattn.torch.attention.transfers import Side, Sums, copy_local, exchange_for, on, receive, send
-
-NOTHING: Pending = Done()
+from ringattn.torch.attention.transfers import DONE, MAIN, Side, Sums, copy_local, exchange_for, receive, send
 
 
 def forward(
@@ -31,7 +29,7 @@ def forward(
     Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work.
     """
     block: Sequence[Tensor] = (k, v)
-    keys, next_block, phase, side = block, NOTHING, None, None
+    keys, next_block, phase, side = block, DONE, None, None
     result = score.result(q, v, steps, start)
     for i, (step, next_step) in enumerate(with_next(steps), start=2):
         if step.phase is not phase:
@@ -40,9 +38,9 @@ def forward(
         next_keys, exchange = exchange_for(next_step, block)
         next_side = Side(q.device) if next_step is not None and next_step.side else None
         label = f"keys of step {i} of {len(steps)}, forward"
-        with on(side), axis.sharing(*exchange, label, score.kernel.fills) as receiving:
+        with side or MAIN, axis.sharing(*exchange, label, score.kernel.fills) as receiving:
             result.add(step, *keys)
-        with on(next_side):
+        with next_side or MAIN:
             if next_side:
                 copy_local(axis, next_step, block, next_keys)
             receiving.wait()
@@ -65,7 +63,7 @@ def backward(
     travel while the rest is computed.
     """
     block: Sequence[Tensor] = (k, v)
-    phase, side, sums_received, returned = None, None, NOTHING, NOTHING
+    phase, side, sums_received, returned = None, None, DONE, DONE
     returned_rows: Ranges = ()
     local = sums = Sums(axis, low, score.kernel.fills, *block)
     gradients = score.gradients(q, rows, steps)
@@ -78,14 +76,14 @@ def backward(
         next_step = next_step if next_step is not None and next_step.phase is phase else None
         next_keys, exchange = exchange_for(next_step, block, kept)
         next_side = Side(q.device) if next_step is not None and next_step.side else None
-        with on(side):
+        with side or MAIN:
             if score.kernel.separable:  # gradients travelled while those of queries were computed; else they may now
                 sums.settle()
             with axis.sharing(*exchange, f"keys after {label}, backward", score.kernel.fills) as receiving:
                 grads = gradients.of_keys(step, *keys)
             sums.add(step, grads, f"gradients of {label}")
             gradients.of_queries(step)
-        with on(next_side):
+        with next_side or MAIN:
             if next_side and not kept:
                 copy_local(axis, next_step, block, next_keys)
             receiving.wait()
@@ -96,7 +94,7 @@ def backward(
             sums.settle(last=True)
             if sums is not local:  # add those of the block's last holder, and send them on
                 sums.add_all(sums_received.wait() or ())
-                sums_received, tensors = NOTHING, sums.tensors()  # frees what arrived before more is allocated
+                sums_received, tensors = DONE, sums.tensors()  # frees what arrived before more is allocated
                 sums_received = send(axis, tensors, phase.onward, f"sums after {label}, backward")
                 local.add_at(returned_rows, returned.wait() or ())
                 returned_rows = joined(phase.home.receive) if phase.home else ()

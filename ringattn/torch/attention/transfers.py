@@ -1,7 +1,7 @@
 """What travels for the steps of a ring: keys and values to where they are read, and their gradients back."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from ringattn.steps.table import Ranges
 
 Exchange = tuple[ByRank, ByRank]  # the arguments of `Axis.sharing`: what this rank sends, and what it receives
 NOTHING: Exchange = {}, {}
+DONE: Pending = Done()
 EVERY = slice(None)
 
 
@@ -53,7 +54,7 @@ def copy_local(axis: Axis, step: Step | None, block: Sequence[Tensor], keys: Seq
 def send(axis: Axis, tensors: Sequence[Tensor], hop: Hop | None, what: str) -> Pending:
     """This rank's part in a hop; what arrives is contiguous, or None."""
     if hop is None or not (hop.send or hop.receive):
-        return Done()
+        return DONE
     n, (to, source) = sum(map(len, hop.receive)), [(axis.rank + way * hop.shift) % axis.size for way in (1, -1)]
     arrived = [x.new_empty(x.shape[0], n, *x.shape[2:]) for x in tensors] if hop.receive else None
     pieces = [[x[:, r.start : r.stop] for r in hop.send] for x in tensors]
@@ -72,7 +73,7 @@ class Sums:
         self.totals = [Total(x) for x in block]
         self.dtypes = [x.dtype if low else total.exact for x, total in zip(block, self.totals, strict=True)]
         self.arriving: list[tuple[Ranges, Sequence[Tensor]]] = []  # what each reader returns: of which rows, and those
-        self.receiving: Pending = Done()
+        self.receiving = DONE
 
     def add(self, step: Step, grads: Sequence[Any], what: str) -> None:
         """Add a step's gradients of this rank's block, and exchange those of keys that travelled."""
@@ -118,7 +119,7 @@ class Sums:
             self.add_at(rows, grads)
         for total in () if last else self.totals:
             total.fold()
-        self.arriving, self.receiving = [], Done()
+        self.arriving, self.receiving = [], DONE
 
     def add_at(self, ranges: Ranges, grads: Sequence[Tensor]) -> None:
         """Add tensors that hold these ranges of rows."""
@@ -137,7 +138,7 @@ class Sums:
 
 
 class Side:
-    """A GPU's side stream: `with on(side):` its work waits only for what was launched before this was made.
+    """A GPU's side stream: `with side:` its work waits only for what was launched before this was made.
 
     It comes before other work that is not on the GPU's multiprocessors yet. What is launched after `join` waits for it.
     """
@@ -148,17 +149,19 @@ class Side:
             self.main = torch.cuda.current_stream(device)
             self.stream.wait_stream(self.main)
 
+    def __enter__(self) -> None:
+        self.current: Any = MAIN if self.stream is None else torch.cuda.stream(self.stream)
+        self.current.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.current.__exit__(*error)
+
     def join(self) -> None:
         if self.stream is not None:
             self.main.wait_stream(self.stream)
 
 
-MAIN = nullcontext()
-
-
-def on(side: Side | None) -> AbstractContextManager[Any]:
-    """The side stream, or the stream that is current."""
-    return MAIN if side is None or side.stream is None else torch.cuda.stream(side.stream)
+MAIN = nullcontext()  # the stream that is current
 
 
 @lru_cache
