@@ -109,7 +109,8 @@ class Case:
     def docs(self) -> Docs | None:
         """Those of the queries, or the mask of its slices."""
         if self.slices is not None:
-            return Mask.from_slices(*zip(*self.slices, strict=True), self.seq_len)
+            queries, keys, kinds = zip(*self.slices, strict=True)
+            return Mask.from_slices(queries, keys, kinds, self.seq_len)
         if self.lengths is None:
             return None
         if self.parents is not None:
@@ -157,7 +158,7 @@ class Case:
             words = {"kernel": self.kernel, "return_state": True, **self.words}
             return ra.linear_attention(x["q"], x["k"], x["v"], x.get("g"), plan, beta=x.get("beta"), docs=self.docs,
                                        initial_state=x.get("state"), **words)  # fmt: skip
-        masked = {"mask" if self.slices is not None and not self.as_docs else "docs": self.docs}
+        masked: dict[str, Any] = {"mask" if self.slices is not None and not self.as_docs else "docs": self.docs}
         return ra.attention(x["q"], x["k"], x["v"], plan, spec=self.spec, key_docs=self.key_docs,
                             sinks=x.get("sinks"), return_lse=True, **masked)  # fmt: skip
 
@@ -177,7 +178,8 @@ class Case:
                 result = ra.decode(q, k, v, cache, **also, **step.words)
             else:
                 chunk = plan.for_length(step.new)
-                result = ra.prefill(*map(chunk.shard, (q, k, v)), chunk, cache, **also, **step.words)
+                q, k, v = map(chunk.shard, (q, k, v))
+                result = ra.prefill(q, k, v, chunk, cache, **also, **step.words)
             out, cache = result if isinstance(result, tuple) else (result, cache)
             yield out if step.do == "decode" else chunk.unshard(out)
 

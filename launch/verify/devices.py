@@ -21,8 +21,7 @@ from ringattn.launch.verify.cases import Case
 
 def results(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """The results for what a case is given, as torch's tensors in float64, over the first devices."""
-    devices = jax.devices()[: case.ring * case.ulysses]
-    mesh = rj.init_mesh(ring=case.ring, ulysses=case.ulysses, devices=devices)
+    mesh = rj.init_mesh(ring=case.ring, ulysses=case.ulysses, devices=jax.devices()[: case.ring * case.ulysses])
     if case.explicit:  # as `jax.make_mesh` makes them
         mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     with jax.enable_x64(case.dtype == "float64"), jax.set_mesh(mesh) if case.explicit else nullcontext():
