@@ -3,10 +3,10 @@
 Nothing heavy is imported until it is used.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ringattn.extras import naming_extras
 
 if TYPE_CHECKING:
     from ringattn.api import attention as attention
@@ -61,18 +61,6 @@ def __getattr__(name: str) -> Any:
     value = module if PUBLIC[name].endswith(f".{name}") else getattr(module, name)
     globals()[name] = value
     return value
-
-
-@contextmanager
-def naming_extras(user: str) -> Iterator[None]:
-    """Where a framework is missing, say what needs it and how to install it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "jax", "flax"):
-            raise
-        how = f"{user} needs {error.name}, which is not installed: pip install 'ringattn[{error.name}]'"
-        raise ModuleNotFoundError(how, name=error.name) from None
 
 
 def __dir__() -> list[str]:

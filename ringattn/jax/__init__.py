@@ -6,8 +6,8 @@
 from importlib import import_module
 from typing import Any
 
-from ringattn import naming_extras
 from ringattn.comms.jax import init_mesh
+from ringattn.extras import naming_extras
 from ringattn.jax.attention.function import attention
 
 __all__ = ["attention", "init_mesh"]

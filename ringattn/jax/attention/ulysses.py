@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from ringattn.comms.axis import Done, Solo
 from ringattn.comms.jax import MeshAxis
 from ringattn.plans.cost import replicas
 
@@ -27,12 +28,17 @@ def ready(q: Array, k: Array, v: Array, axis: MeshAxis, real: Real, real_keys: R
 
 def enter(arrays: Iterable[Array], axis: MeshAxis) -> list[Any]:
     """[B, T / U, H, ...] of every rank -> [B, T, H / U, ...]."""
-    return [axis.all_to_all(x, 2, 1) for x in arrays]
+    return exchanged(arrays, axis, 2, 1)
 
 
 def leave(arrays: Iterable[Array], axis: MeshAxis) -> list[Any]:
     """[B, T, H / U, ...] of every rank -> [B, T / U, H, ...]."""
-    return [axis.all_to_all(x, 1, 2) for x in arrays]
+    return exchanged(arrays, axis, 1, 2)
+
+
+def exchanged(arrays: Iterable[Array], axis: MeshAxis | Solo, split: int, join: int) -> list[Any]:
+    """A handle an array; on one device the axis may be a Solo, which has nothing to send."""
+    return [Done(x) if axis.size == 1 else axis.all_to_all(x, split, join) for x in arrays]
 
 
 def cleared(x: Array, real: Real, fill: float = 0.0) -> Array:
