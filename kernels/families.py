@@ -8,7 +8,7 @@ from ringattn.kernels.arrays import sum_of
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import JaxKernel, TorchKernel
-from ringattn.kernels.rows import EVERY, NONE, Rows
+from ringattn.kernels.rows import EVERY, NO_SUMS, Rows
 
 
 def over_families(kernel: TorchKernel) -> TorchKernel:
@@ -25,7 +25,7 @@ def over_families(kernel: TorchKernel) -> TorchKernel:
 
     def backward(
         tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NONE, *, final: bool = False, **score: Any,
+        into: tuple[Any, Any, Any] = NO_SUMS, *, final: bool = False, **score: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         if not where.also:
             return kernel.backward(tensors, where, rows, want, into, final=final, **score)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ringattn.kernels.arrays import Array, accumulator
 from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.partial import Partial
-from ringattn.kernels.rows import EVERY, NONE, Rows, with_delta
+from ringattn.kernels.rows import EVERY, NO_SUMS, Rows, with_delta
 
 if TYPE_CHECKING:
     from ringattn.kernels import Problem
@@ -48,7 +48,7 @@ class Backward(Protocol):
 
     def __call__(
         self, tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, final: bool = False,
+        into: tuple[Any, Any, Any] = NO_SUMS, *, scale: float, softcap: float | None = None, final: bool = False,
     ) -> tuple[Any, Any, Any]: ...  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def at_once(attend_backward: Callable[..., tuple[Any, Any, Any]]) -> Backward:
 
     def backward(
         tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NONE, *, final: bool = False, **score: Any,
+        into: tuple[Any, Any, Any] = NO_SUMS, *, final: bool = False, **score: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         return attend_backward(*tensors, where, rows.dout, rows.lse, rows.delta, **score)
 

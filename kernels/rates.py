@@ -6,7 +6,7 @@ dims have the rates of the larger one. The masks are
 
     rectangles   every step is a few full or causal rectangles
     packed       documents without a window, or a window without documents, on one device
-    long         any other intervals, of at least LONG_MASK keys a query on average
+    long         any other intervals, of at least MIN_KEYS_OF_LONG_MASKS keys a query on average
     short        any other intervals
 
 A row of `rates.json` holds the useful TFLOP/s of long sequences in 16 bits, forward and backward.
@@ -26,7 +26,7 @@ import numpy as np
 
 Rates = Mapping[str, tuple[float, float]]
 
-LONG_MASK = 1024  # keys a query
+MIN_KEYS_OF_LONG_MASKS = 1024  # keys a query
 VENDOR_ROWS = 2**17  # queries x heads: with fewer, launching a vendor's kernel takes longer than running ours
 
 
@@ -55,7 +55,7 @@ def mask_of(lengths: np.ndarray, causal: bool, window: int | None, alone: bool) 
     keys = lengths / 2 if causal else lengths
     if window is not None:
         keys = np.minimum(keys, window)
-    return "long" if (keys * lengths).sum() >= LONG_MASK * lengths.sum() else "short"
+    return "long" if (keys * lengths).sum() >= MIN_KEYS_OF_LONG_MASKS * lengths.sum() else "short"
 
 
 def save(rates: Rates, path: str | Path) -> None:

@@ -7,7 +7,7 @@ from ringattn.kernels.arrays import Array, accumulator, astype, is_torch, namesp
 from ringattn.kernels.partial import NEVER
 
 EVERY, OF_QUERIES, OF_KEYS = (0, 1, 2), (0,), (1, 2)  # which gradients of q, k and v
-NONE = (None, None, None)
+NO_SUMS = (None, None, None)
 
 
 class Rows:

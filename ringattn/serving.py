@@ -12,7 +12,7 @@ from ringattn.plans.machine import Link, Machine
 from ringattn.plans.sizes import dtype_name
 
 BLOCK = 64  # positions that lie together on one rank
-FEWEST_KEYS = 1024  # a hop of fewer keys than this is mostly latency
+MIN_KEYS_OF_A_HOP = 1024  # a hop of fewer keys than this is mostly latency
 FILLING = 65536  # rows of queries, over all heads, that keep a GPU busy
 
 
@@ -129,7 +129,7 @@ def prefill_way(
 
 def keys_at_once(local: int) -> int:
     """How many keys a rank sends in one hop: a few times its queries, so that memory is proportional to the chunk."""
-    return max(FEWEST_KEYS, 4 * local)
+    return max(MIN_KEYS_OF_A_HOP, 4 * local)
 
 
 def queries_at_once(rows: int) -> int:

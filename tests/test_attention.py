@@ -51,15 +51,15 @@ FOUR = [
                         ways("ring", True) + ways("gather", True))
     if {PLACES[i][2] for i in some} == {"contiguous", "striped", "zigzag"}
 ]  # fmt: skip
-SOME = [
+PLACED = [
     case
     for i, case in enumerate(CASES)
     if i % len(PLACES) in FOUR[7 * (i // len(PLACES)) % len(FOUR)] or case.name == "all_at_once"
 ]
-SOME += [case for i, case in enumerate(BALANCED) if (i + i // 2) % 2 == 0 or case.name == "all_at_once"]
+PLACED += [case for i, case in enumerate(BALANCED) if (i + i // 2) % 2 == 0 or case.name == "all_at_once"]
 
 
-@pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.parametrize("case", PLACED, ids=str)
 def test_equals_dense_float64(case):
     check(case)
 

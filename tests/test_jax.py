@@ -32,8 +32,8 @@ PLACES = len(CASES) // len(FEATURES)
 PARTS = (
     "docs", "softcap", "sinks", "value_dim", "cross_docs", "both_sides", "chunks", "tree", "shared_question", "even",
 )  # fmt: skip
-SOME = [CASES[i * PLACES + (5 * i) % PLACES] for i, case in enumerate(FEATURES) if case.name not in PARTS]
-SOME += [case for case in CASES if case.name == "all_at_once" and case not in SOME]
+ON_EACH_PLACE = [CASES[i * PLACES + (5 * i) % PLACES] for i, case in enumerate(FEATURES) if case.name not in PARTS]
+ON_EACH_PLACE += [case for case in CASES if case.name == "all_at_once" and case not in ON_EACH_PLACE]
 
 
 def plan_of(case: Case):
@@ -85,7 +85,7 @@ def check(case: Case, found, truth, limit: float = LIMIT) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, case in enumerate(SOME)],
+    [pytest.param(case, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, case in enumerate(ON_EACH_PLACE)],
     ids=str,
 )
 def test_equals_dense_float64(case):

@@ -12,11 +12,11 @@ from ringattn.kernels.attention import reference  # noqa: E402
 from ringattn.kernels.attention.pallas import splash  # noqa: E402
 from ringattn.kernels.attention.pallas.blocks import Blocks, Shape, blocks_for  # noqa: E402
 from ringattn.kernels.attention.pallas.worklist import (  # noqa: E402
+    ANY_KEYS,
     ENDS,
     FIRST,
     LAST,
-    NONE,
-    SOME,
+    NO_WORK,
     STAIRS,
     WHOLE,
     Ranges,
@@ -74,12 +74,12 @@ def test_work_lists_hold_every_seen_pair_of_blocks_once_and_no_other(seed):
                 pairs = [(k, q, more) for q, k, more in pairs]
             some = {(q, k) for q, k in np.argwhere(tiles[row].any((1, 3)))}
             every = {(q, k) for q, k in np.argwhere(tiles[row].all((1, 3)))}
-            working = [(q, k) for q, k, (kind, _) in pairs if kind != NONE]
+            working = [(q, k) for q, k, (kind, _) in pairs if kind != NO_WORK]
             assert len(working) == len(set(working))
             assert some <= set(working)  # an interval between two seen blocks may be walked, never one outside
             assert {(q, k) for q, k, (kind, _) in pairs if kind == WHOLE} == every
             begun = np.asarray(where.begin)[row].reshape(-1, block).max(-1)
-            assert all((kind > SOME) == (begun[q] <= k * block) for q, k, (kind, _) in pairs if kind != NONE)
+            assert all((kind > ANY_KEYS) == (begun[q] <= k * block) for q, k, (kind, _) in pairs if kind != NO_WORK)
             for flag in (FIRST, LAST):
                 marked = [pair[stays] for pair in pairs if pair[2][1] & flag]
                 assert sorted(marked) == list(range(queries // block if stays == 0 else keys // block))
@@ -123,7 +123,7 @@ def test_halves_of_a_block_of_queries_meet_all_of_its_keys():
     begin = np.where(t < 700, 0, 300)[None], np.minimum(t + 1, 800)[None]
     where = Intervals(*(jnp.asarray(x, jnp.int32) for x in begin))
     kinds = kind_of(by_queries(Ranges.of(where, T, 256), 4).entries)
-    assert set(kinds.flatten().tolist()) == {ENDS, SOME}
+    assert set(kinds.flatten().tolist()) == {ENDS, ANY_KEYS}
     found, expected = (
         jax.jit(lambda q, k, v, f=f, how=how: f(q, k, v, where, scale=0.1, **how))(q, k, v)
         for f, how in ((splash.attend, {"blocks": Blocks(T, 256), "interpret": True}), (reference.attend, {}))

@@ -29,7 +29,9 @@ from ringattn.plans.predict import BACKWARD
 
 SIZES = {"cpu": (1024, 256, 512), "cuda": (16384, 4096, 8192)}  # tokens of a call, of a window, rows of a product
 HEADS, DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
-ALONE = 0.9  # of the speed of one rank alone: from here on each of those that compute at once has a core to itself
+MIN_SHARE_OF_SOLO_SPEED = (
+    0.9  # of the speed of one rank alone: from here on each of those that compute at once has a core to itself
+)
 BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a transfer
 REPEATS = 5
 
@@ -141,7 +143,7 @@ def cores(gpus: int, head_dim: int) -> float:
     call = attention("cpu", head_dim, SIZES["cpu"][0])["forward+backward"]
     alone = messages.gather(alone_ms(call, REPEATS, "cpu") if dist.get_rank() == 0 else None)[0]
     share = float(alone / 1e3 / slowest(call))
-    return gpus * share if share < ALONE else 0.0
+    return gpus * share if share < MIN_SHARE_OF_SOLO_SPEED else 0.0
 
 
 def slowest(call: Callable[[], Any]) -> float:

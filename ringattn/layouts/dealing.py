@@ -19,7 +19,9 @@ import numpy as np
 
 from ringattn.masks.bands import Work
 
-LONG_DOCUMENT = 0.6  # of a rank's work: a document of more, or of more than half of its tokens, is dealt before others
+DEALT_FIRST_ABOVE = (
+    0.6  # of a rank's work: a document of more, or of more than half of its tokens, is dealt before others
+)
 LARGEST_PIECE = 0.75  # of a rank's work: the most that a piece of a long document has
 LARGEST_PAIR = 0.8  # of a rank's work or tokens: the most that a pair of blocks has
 SMALLEST_PIECE = 0.1  # of the largest one
@@ -28,8 +30,8 @@ PAIRS_PER_KEY = 256  # take as long as to receive a key and to return its gradie
 PAIRS_BEFORE_KEYS = 1_000_000  # and before the first key is received
 PAIRS_OF_PASS = 2_400_000  # and as long as a second pass over keys that two pieces of a document see
 EVEN = 1.01  # the work of the busiest rank over the mean, and the time of the slowest, at which trading stops
-MOST_UNEVEN = 1.02  # the work of the busiest rank over the mean, at which another way is tried
-MOST_WORK = 1.012  # of a rank, over the mean, that it may get in a trade for time
+MAX_UNEVENNESS = 1.02  # the work of the busiest rank over the mean, at which another way is tried
+MAX_WORK_AFTER_TRADES = 1.012  # of a rank, over the mean, that it may get in a trade for time
 PARTNERS, TRIED = 6, 4  # of a trade: ranks that are asked, and the most trades with each that are counted exactly
 TILE, TILES = 128, 32  # queries that a kernel computes at once, and from how many tiles a rank on that counts
 Range = tuple[int, int]
@@ -111,7 +113,7 @@ class Deal:
 
     def run(self) -> float:
         """Deal all; returns the work of the busiest rank over the mean."""
-        long = (self.pairs > LONG_DOCUMENT * self.work) | (self.lengths > self.tokens / 2)
+        long = (self.pairs > DEALT_FIRST_ABOVE * self.work) | (self.lengths > self.tokens / 2)
         long[-1] = False
         alone = long | (np.arange(len(long)) == len(long) - 1)
         for i in sorted(np.flatnonzero(long).tolist(), key=lambda i: -self.pairs[i]):
@@ -167,7 +169,7 @@ class Deal:
         def slower(x: Trade) -> float:
             return max(more - x.moved + x.lost[0], less + x.moved + x.lost[1])
 
-        now, room = more + lost[high], MOST_WORK * self.work - less
+        now, room = more + lost[high], MAX_WORK_AFTER_TRADES * self.work - less
         want = min((now - less - lost[low]) / 2, room)
         fitting = (x for x in self.trades(high, low, want, 0.02 * want, ranges) if x.moved <= room)
         trade = min(fitting, key=slower, default=None)
@@ -284,7 +286,7 @@ def deal(starts: np.ndarray, total: int, ranks: int, work: Work) -> list[tuple[r
     """
     made = Deal(starts, total, ranks, work)
     busiest = made.run()
-    if busiest > MOST_UNEVEN:
+    if busiest > MAX_UNEVENNESS:
         paired = InPairs(starts, total, ranks, work)
         made = paired if paired.run() < busiest else made
     return [joined([range(*tokens) for tokens in sorted(ranges)]) for ranges in made.ranges]

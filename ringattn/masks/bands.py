@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn.masks.crossing import EMPTY, Bands, between, common, continued, cut, joined, paired, runs
-from ringattn.masks.numeric import LONGEST, Row
+from ringattn.masks.numeric import MAX_SIZE, Row
 from ringattn.masks.packing import depths
 from ringattn.masks.slices import of_slices
 from ringattn.masks.spec import AttentionSpec, Docs
@@ -75,7 +75,7 @@ def under(spec: AttentionSpec, bands: Bands, seq_len: int) -> Bands:
     Whether a query sees keys after it is for the mask to say: a window that counts back takes away the keys before it.
     """
     left, right = spec.reach[0], None if spec.causal else spec.reach[1]
-    reach = LONGEST if left is None else left, LONGEST if right is None else right
+    reach = MAX_SIZE if left is None else left, MAX_SIZE if right is None else right
     begin, end = np.array([0]), np.array([seq_len])
     parts = []
     for near in documents(spec.replace(causal=False, window=reach), np.array([0, seq_len]), begin, end, begin):
@@ -94,7 +94,7 @@ def documents(
     Queries are cut where a document, a chunk or a span begins, and where a side of the intervals begins or ends to rise
     with the query, or to be empty.
     """
-    left, right, chunk, first = [None if n is None else min(n, LONGEST) for n in (*spec.reach, spec.chunk, spec.first)]
+    left, right, chunk, first = [None if n is None else min(n, MAX_SIZE) for n in (*spec.reach, spec.chunk, spec.first)]
     edges = [starts] if spans is None else [starts, spans.ravel()]
     if chunk is not None:
         i, number = paired(0, -(-(end - begin) // chunk))
@@ -112,7 +112,7 @@ def documents(
     if spans is not None and len(spans):
         j = np.searchsorted(spans[:, 0], start, "right") - 1
         inside = (j >= 0) & (start < spans[j, 1])
-        span = [np.where(inside, spans[j, 0], LONGEST), np.where(inside, spans[j, 1], 0)]
+        span = [np.where(inside, spans[j, 0], MAX_SIZE), np.where(inside, spans[j, 1], 0)]
     places = [] if left is None else [key + left - shift for key in (low + 1, high, *top, *span[:1])]
     places += [] if right is None else [key - right - shift for key in (low, high, *(x - 1 for x in top), *span[1:])]
     start, stop, i = cut(start, stop, places)

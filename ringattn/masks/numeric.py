@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 Row = np.ndarray  # int64 [T], or [rows, T] where the rows of a batch differ
-LONGEST = 2**40  # tokens, and other sizes: sums of positions, and their products with ranks, fit in 64 bits
+MAX_SIZE = 2**40  # tokens, and other sizes: sums of positions, and their products with ranks, fit in 64 bits
 
 
 def is_traced(x: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.masks.numeric import LONGEST, Row, is_number, is_traced, of_factor, raise_if, rows_of, whole
+from ringattn.masks.numeric import MAX_SIZE, Row, is_number, is_traced, of_factor, raise_if, rows_of, whole
 from ringattn.masks.packing import branch_positions, parents_in, spans_in
 from ringattn.masks.segment_ids import starts_of
 from ringattn.masks.values import Value, fields
@@ -226,8 +226,8 @@ def in_one_length(rows: list[list[int]], pad_to: int | None) -> tuple[Row, int]:
         raise ValueError(f"rows whose document lengths add up to {totals}: pass pad_to={max(totals)} (or more)")
     if length is None or max(totals) > length:
         raise ValueError(f"documents of {max(totals)} tokens do not fit in pad_to={pad_to!r}, the length with padding")
-    if length > LONGEST:
-        raise ValueError(f"documents of {length} tokens: at most {LONGEST} are counted")
+    if length > MAX_SIZE:
+        raise ValueError(f"documents of {length} tokens: at most {MAX_SIZE} are counted")
     width = max(map(len, rows))
     return np.array([row + [row[-1]] * (width - len(row)) for row in rows], np.int64), length
 

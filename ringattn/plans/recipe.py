@@ -14,7 +14,7 @@ import numpy as np
 
 from ringattn.kernels import TABLE, Kernel, Problem, select
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
-from ringattn.kernels.rates import LONG_MASK, mask_of
+from ringattn.kernels.rates import MIN_KEYS_OF_LONG_MASKS, mask_of
 from ringattn.kernels.sequences import sequences_of
 from ringattn.layouts.dealing import joined
 from ringattn.layouts.layout import Shard, to_local
@@ -375,7 +375,7 @@ def kind_of(
         return mask_of(rows, spec.causal, spec.window, alone)
     pairs = int(work_of(spec, *lengths, docs, key_docs).below(lengths[0]))
     count = 1 if docs is None else len(docs.starts)
-    return "long" if pairs >= LONG_MASK * lengths[0] * count else "short"
+    return "long" if pairs >= MIN_KEYS_OF_LONG_MASKS * lengths[0] * count else "short"
 
 
 def line_of(step: Step) -> str:

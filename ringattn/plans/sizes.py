@@ -3,7 +3,7 @@
 from typing import Any
 
 from ringattn.comms.axis import TRANSPORTS
-from ringattn.masks.numeric import LONGEST
+from ringattn.masks.numeric import MAX_SIZE
 from ringattn.masks.spec import whole
 from ringattn.masks.values import Value
 from ringattn.plans.cost import heads_of_group, may_group
@@ -18,8 +18,8 @@ def size_of(name: str, value: Any) -> Any:
     if value is None and name not in ("seq_len", "ring", "ulysses"):
         return None
     size = whole(value)
-    if size is None or not 1 <= size <= LONGEST:
-        raise ValueError(f"{name}={value!r}: give a whole number from 1 to {LONGEST}")
+    if size is None or not 1 <= size <= MAX_SIZE:
+        raise ValueError(f"{name}={value!r}: give a whole number from 1 to {MAX_SIZE}")
     return size
 
 

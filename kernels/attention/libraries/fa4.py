@@ -59,7 +59,7 @@ TILES = {  # (queries, keys) that FA4 computes with on Hopper, forward and backw
 DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
 PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
 SPLIT_QUERIES = 4096  # with fewer, the launches of several calls take longer than lists
-MOST_CALLS = 3  # instead of lists: each prepares its queries, and its gradients are added up
+MAX_CALLS_OF_A_STEP = 3  # instead of lists: each prepares its queries, and its gradients are added up
 KEYS_A_QUERY = 1024  # forward, with fewer on average our own kernel takes less than another pass over all queries
 COMPILING = Lock()  # one thread at a time: FA4's compiler keeps what it works on for the whole process
 
@@ -152,7 +152,7 @@ def as_sequences(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, backward: boo
     rows = np.arange(B)[:, None, None] * [T, T, S, S] - corner
     groups = tuple(x._replace(cells=(x.cells + rows).reshape(-1, 4)) for x in groups)
     calls = backward_calls(groups, B * S, B > 1, device) if backward else forward_calls(groups, device)
-    if len(calls) > 1 and (q_BTHD.shape[1] < SPLIT_QUERIES or len(calls) > MOST_CALLS):
+    if len(calls) > 1 and (q_BTHD.shape[1] < SPLIT_QUERIES or len(calls) > MAX_CALLS_OF_A_STEP):
         return ()
     return (Rectangle(queries, keys, Packed(calls, numbers(unseen([where], queries), device))),)
 

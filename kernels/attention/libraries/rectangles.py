@@ -19,7 +19,7 @@ from ringattn.kernels.attention import tiled
 from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.protocol import TorchKernel
-from ringattn.kernels.rows import EVERY, NONE, Rows, with_out
+from ringattn.kernels.rows import EVERY, NO_SUMS, Rows, with_out
 from ringattn.kernels.total import Total, in_dtype
 
 # (q, k, v, mask, scale=, softcap=) -> out [B, T, H, V], lse [B, T, H]
@@ -72,7 +72,7 @@ def over_rectangles(
 
     def gradients(
         tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NONE, *, final: bool = False, **score: Any,
+        into: tuple[Any, Any, Any] = NO_SUMS, *, final: bool = False, **score: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         """One vendor call for each rectangle; if one is the whole step, its gradients are as the vendor gives them."""
         rectangles = cut_into(where, *tensors, True)

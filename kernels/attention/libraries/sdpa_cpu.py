@@ -18,7 +18,7 @@ from ringattn.kernels.attention.libraries import equal_dims
 from ringattn.kernels.attention.libraries.rectangles import is_one, over_rectangles
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
-from ringattn.kernels.rows import EVERY, NONE, Rows, row_delta
+from ringattn.kernels.rows import EVERY, NO_SUMS, Rows, row_delta
 
 WIDE = torch.float32, torch.float64
 LARGE = 64.0  # from this score on float32 rounds an lse, and the weights of a merge, by more than 2e-6
@@ -69,7 +69,7 @@ def attend(
 
 def gradients(
     tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-    into: tuple[Any, Any, Any] = NONE, **options: Any,
+    into: tuple[Any, Any, Any] = NO_SUMS, **options: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     q, k, v, dout = widened(*tensors, rows.dout)
     delta, out = rows.delta, None if rows.out is None else widened(rows.out)[0]

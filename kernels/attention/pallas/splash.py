@@ -32,7 +32,7 @@ from ringattn.kernels.attention.pallas.walk import (
     setup_of,
     visible,
 )
-from ringattn.kernels.attention.pallas.worklist import ENDS, FIRST, LAST, SOME, STAIRS, WHOLE
+from ringattn.kernels.attention.pallas.worklist import ANY_KEYS, ENDS, FIRST, LAST, STAIRS, WHOLE
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.kernels.protocol import JaxKernel
@@ -172,7 +172,7 @@ def forward_kernel(
                 s = score(lax.dot_general(k[0, 0, keys], q_t[0, 0, :, at], NN, precision, jnp.float32))
                 if free < keys.stop:
                     low, high = s[: free - keys.start], s[free - keys.start :]
-                    starts = begin[:, :, at] if kind == SOME else None
+                    starts = begin[:, :, at] if kind == ANY_KEYS else None
                     high = jnp.where(visible(high, first_key + free, starts, end[:, :, at]), high, NEVER)
                     s = jnp.concatenate([low, high]) if low.size else high
                 ready[number % len(ready), : s.shape[0]] = s

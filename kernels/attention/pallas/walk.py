@@ -16,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ringattn.kernels.attention.pallas.blocks import Blocks, Shape, blocks_for, by_heads, padded
 from ringattn.kernels.attention.pallas.worklist import (
-    NONE,
-    SOME,
+    ANY_KEYS,
+    NO_WORK,
     STAIRS,
     WHOLE,
     Ranges,
@@ -195,11 +195,11 @@ def current_entry(entries: Any, walk: Walk) -> Any:
 def on_work(entry: Any, tile: Callable[[int], None], kinds: tuple[int, ...] = (WHOLE,)) -> None:
     """Run the tile of the entry's kind: one of `kinds`, or that with the whole mask, unless no query sees any key."""
     kind = kind_of(entry)
-    others = kind != NONE
+    others = kind != NO_WORK
     for which in kinds:
         pl.when(kind == which)(partial(tile, which))
         others &= kind != which
-    pl.when(others)(partial(tile, SOME))
+    pl.when(others)(partial(tile, ANY_KEYS))
 
 
 def visible(s: Any, first_key: Any, begin: Any, end: Any) -> Any:

@@ -16,7 +16,7 @@ BITS = 13  # of a block's number
 FIRST, LAST = 1, 2  # flags: the first and the last entry of a staying block
 # The kind of a pair of blocks: no query sees any key; some do; no interval begins behind the first key, so that only
 # ends cut; these ends are stairs; every query sees all keys.
-NONE, SOME, ENDS, STAIRS, WHOLE = range(5)
+NO_WORK, ANY_KEYS, ENDS, STAIRS, WHOLE = range(5)
 FLAGS = 5  # bits of the kind and the flags
 STEP = 256  # stairs: of each so many queries, none sees a key behind as many keys, and all see those before
 
@@ -102,7 +102,7 @@ def listed(ranges: Ranges, first: Array, last: Array, passing_blocks: int, queri
     work = listed & (of(ranges.first, q) <= k) & (k < of(ranges.last, q))
     begun = of(ranges.whole_first, q) <= k
     kind = jnp.where(k < of(ranges.whole_last, q), WHOLE, jnp.where(of(ranges.stairs, q) == k, STAIRS, ENDS))
-    kind = jnp.where(work, jnp.where(begun, kind, SOME), NONE)
+    kind = jnp.where(work, jnp.where(begun, kind, ANY_KEYS), NO_WORK)
     flags = ((nth == 0) * FIRST | (nth == of(counts, stay) - 1) * LAST) * listed | kind << 2
     return Worklist((stay << (BITS + FLAGS) | passing << FLAGS | flags).astype(jnp.int32), stops[:, -1].max())
 

@@ -34,7 +34,7 @@ from ringattn.kernels.attention.triton.blocks import (
 from ringattn.kernels.attention.triton.stats import prepare, stats_of
 from ringattn.kernels.attention.triton.table import Table, Tile
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.rows import EVERY, NONE, Rows
+from ringattn.kernels.rows import EVERY, NO_SUMS, Rows
 from ringattn.kernels.triton import Kept, Launch, cdiv, launch, ready
 
 
@@ -294,7 +294,7 @@ def attend_backward(
 
 def flash_backward(
     tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-    into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, final: bool = False,
+    into: tuple[Any, Any, Any] = NO_SUMS, *, scale: float, softcap: float | None = None, final: bool = False,
     table: Table | None = None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """The gradients that are wanted, in float32 or, `final`, in the inputs' dtypes; those of k and v come together."""

@@ -27,7 +27,7 @@ from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.triton import LN2, Launch, kind_of, power_of_2
 
-MOST_ROWS = 64  # the T * R rows of a key head that one tile can hold; with more rows use the kernel in forward.py
+MAX_TILE_ROWS = 64  # the T * R rows of a key head that one tile can hold; with more rows use the kernel in forward.py
 
 
 @triton.jit(do_not_specialize=["B", "T", "S", "G", "R"])
@@ -121,7 +121,7 @@ class Config:
 @lru_cache(maxsize=256)
 def config(rows: int, head_dim: int, value_dim: int, itemsize: int) -> Config:
     """Tiles of 16 KiB of keys or values, two in flight for each of three programs an SM: the fastest on an H200."""
-    block_m = 16 if itemsize == 4 else min(MOST_ROWS, max(16, power_of_2(rows)))  # float32 has no tensor cores here
+    block_m = 16 if itemsize == 4 else min(MAX_TILE_ROWS, max(16, power_of_2(rows)))  # float32 has no tensor cores here
     key_bytes = power_of_2(2 * max(head_dim, value_dim)) * itemsize
     block_n, wide = min(128, max(16, 16384 // key_bytes)), key_bytes > 1024
     return Config(block_m, block_n, warps=8 if block_m > 16 else 4, stages=2 if wide else 3, per_sm=3)
@@ -148,8 +148,8 @@ def refuses(problem: Problem) -> str | None:
     if problem.queries is None:
         return "is for few queries, and the number of queries is not known"
     rows = problem.queries * problem.heads // problem.kv_heads
-    if rows > MOST_ROWS:
-        return f"is for few queries: {problem.queries} make {rows} rows a key head, more than {MOST_ROWS}"
+    if rows > MAX_TILE_ROWS:
+        return f"is for few queries: {problem.queries} make {rows} rows a key head, more than {MAX_TILE_ROWS}"
     return None
 
 

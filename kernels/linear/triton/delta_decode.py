@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.triton.gated import Config
-from ringattn.kernels.linear.triton.gated_states import CHANNEL, HEAD, NONE
+from ringattn.kernels.linear.triton.gated_states import CHANNEL, HEAD, NO_GATE
 from ringattn.kernels.triton import cdiv, launch, power_of_2
 
 COLUMNS = 16  # value channels of a program
@@ -62,7 +62,7 @@ def decode(x: Inputs, start: Tensor) -> tuple[Tensor, Tensor]:
     assert x.begin is None
     B, T, H, V = x.v.shape
     G, K = x.k.shape[2:]
-    gate = NONE if x.g is None else CHANNEL if x.g.dim() == 4 else HEAD
+    gate = NO_GATE if x.g is None else CHANNEL if x.g.dim() == 4 else HEAD
     g, beta = (x.q if t is None else t for t in (x.g, x.beta))
     start = start.contiguous()
     out, end = start.new_empty(B, T, H, V), start.new_empty(start.shape)

@@ -14,7 +14,7 @@ from ringattn.kernels.linear.triton.delta_products import decays, passes_over
 from ringattn.kernels.linear.triton.gated_states import (
     CHANNEL,
     HEAD,
-    NONE,
+    NO_GATE,
     load,
     product,
     program_at,
@@ -153,7 +153,7 @@ def gradients_kernel(
         old = product(dout, state, old, PRECISION)
         old_k = product(dv, state, old_k, PRECISION)
         new = product(m, dstate, new, PRECISION)
-        if GATE != NONE:
+        if GATE != NO_GATE:
             passing += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
 
     through, e, total = decays(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, GATE, EXACT)

@@ -26,7 +26,7 @@ from ringattn.kernels.linear.maps import (
     resolve,
 )
 from ringattn.kernels.linear.triton.gated_products import apply_kernel, gradients_kernel, scores_kernel
-from ringattn.kernels.linear.triton.gated_states import CHANNEL, HEAD, NONE, join_kernel, states_kernel
+from ringattn.kernels.linear.triton.gated_states import CHANNEL, HEAD, NO_GATE, join_kernel, states_kernel
 from ringattn.kernels.protocol import LinearKernel
 from ringattn.kernels.triton import architecture, cannot_run, cdiv, launch, power_of_2
 
@@ -148,7 +148,7 @@ class Launches:
     def __init__(self, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None) -> None:
         (self.B, self.T, self.H, self.V), self.K = v.shape, k.shape[-1]
         self.device, self.dtype, self.g = k.device, k.dtype, g
-        self.gate = NONE if g is None else CHANNEL if g.dim() == 4 else HEAD
+        self.gate = NO_GATE if g is None else CHANNEL if g.dim() == 4 else HEAD
         self.arch = arch = architecture(k.device)
         self.configs: Configs = entry(TABLE, f"{arch}/{8 * k.element_size()}", max(self.K, self.V))
         self.N = cdiv(self.T, self.configs.chunk)

@@ -22,7 +22,11 @@ import triton.language as tl
 from ringattn.kernels.triton import LN2, LOG2E
 
 LOWEST = tl.constexpr(-256.0)
-NONE, HEAD, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # GATE: no gate, one a head, one a key channel
+NO_GATE, HEAD, CHANNEL = (
+    tl.constexpr(0),
+    tl.constexpr(1),
+    tl.constexpr(2),
+)  # GATE: none, one a head or a key channel
 
 
 @triton.jit
@@ -100,7 +104,7 @@ def sums(g, GATE: tl.constexpr):
     """The sums of the gates (from the chunk's start through each token, over the whole chunk)."""
     if GATE == CHANNEL:
         return tl.cumsum(g, 0), tl.sum(g, 0)
-    elif GATE == NONE:
+    elif GATE == NO_GATE:
         return g, tl.sum(g, 0)
     else:
         ROWS: tl.constexpr = g.shape[0]

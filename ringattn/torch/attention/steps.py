@@ -16,7 +16,7 @@ from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.protocol import Disjoint, TorchKernel
-from ringattn.kernels.rows import EVERY, NONE, OF_KEYS, OF_QUERIES, Rows
+from ringattn.kernels.rows import EVERY, NO_SUMS, OF_KEYS, OF_QUERIES, Rows
 from ringattn.kernels.total import Total
 from ringattn.layouts.layout import RANGES_SUMMED, Shard, count_below
 from ringattn.masks.bands import Runs
@@ -94,7 +94,7 @@ class Gradients:
 
     def of_keys(self, step: Step, k: Tensor, v: Tensor) -> Sequence[Any]:
         if step.where is None:
-            return NONE[1:]
+            return NO_SUMS[1:]
         tensors, rows = (self.q, k, v), self.rows
         if step.heads is not None:
             queries, heads = step.heads
@@ -128,7 +128,7 @@ class DisjointGradients:
 
     def of_keys(self, step: Step, k: Tensor, v: Tensor) -> Sequence[Any]:
         if step.where is None:
-            return NONE[1:]
+            return NO_SUMS[1:]
         return self.kernel.backward((self.q, k, v), step.where, self.rows, self.dq)
 
     def of_queries(self, step: Step) -> None:
