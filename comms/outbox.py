@@ -12,6 +12,7 @@ graph can be replayed. Both sides count their batches, so both know which slot i
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from ringattn.comms import memory
@@ -30,6 +31,8 @@ class Outbox:
         self.bases, self.rank = bases, rank
         self.private = slots_of(len(bases))  # how many slots there are for each other rank alone
         self.slots = SHARED + self.private
+        for name in ("slot", "full", "free"):  # every move needs the same few addresses again
+            setattr(self, name, cache(getattr(self, name)))
 
     @staticmethod
     def bytes(size: int) -> int:
@@ -84,7 +87,8 @@ class Peers:
                 self.lanes.wait(OUT, self.outbox.free(self.rank, peer, slot))
                 puts.append(Put(self.outbox.slot(self.rank, peer, slot), pieces, (peer,), slot))
             expect(OUT, peer)
-        self.put(puts, persistent)
+        if puts:
+            self.put(puts, persistent)
 
     def put_shared(
         self, first: int, batches: Iterable[tuple[Sequence[Piece], Sequence[int]]], expect: Expect, persistent: bool
@@ -122,7 +126,7 @@ class Peers:
             slot = SHARED + self.received[peer] % self.outbox.private if shared is None else shared % SHARED
             self.received[peer] += shared is None
             taken.append((peer, slot, copies_of(self.outbox.slot(peer, self.rank, slot), pieces, back=True)))
-        together = are_one(IN, [copy for _, _, copies in taken for copy in copies], persistent)
+        together = len(taken) > 1 and are_one(IN, [copy for _, _, copies in taken for copy in copies], persistent)
         for group in [taken] if together else [[each] for each in taken]:
             for peer, slot, _ in group:
                 self.lanes.wait(IN, self.outbox.full(self.rank, peer, slot))
@@ -136,8 +140,7 @@ def copies_of(slot: int, pieces: Iterable[Piece], back: bool = False) -> list[Co
     """The copies of pieces into the slot at this address, one behind the other; `back`: from there to the pieces."""
     copies = []
     for address, size, rows, pitch in pieces:
-        copies.append(
-            Copy(address, slot, size, rows, pitch, size) if back else Copy(slot, address, size, rows, size, pitch)
-        )
+        fields = (address, slot, size, rows, pitch, size) if back else (slot, address, size, rows, size, pitch)
+        copies.append(Copy(*fields))
         slot += rows * size
     return copies

@@ -59,8 +59,8 @@ def fine(x: Array) -> Any:
     inputs other rounding errors are far larger.
     """
     xp = namespace(x)
-    exact = (xp.float32, xp.float64) if xp is sys.modules.get("torch") else (xp.float64,)
-    return xp.float64 if x.dtype in exact else xp.float32
+    wide = (xp.float32, xp.float64) if xp.__name__ == "torch" else (xp.float64,)
+    return xp.float64 if x.dtype in wide else xp.float32
 
 
 def arange(n: int, like: Array) -> Array:

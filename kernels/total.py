@@ -26,6 +26,7 @@ class Total:
     def __init__(self, like: Tensor):
         self.shape, self.device = like.shape, like.device
         self.exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.all = (0, like.shape[1]), (0, like.shape[2])  # rows and heads of a term that covers it
         self.terms: list[Term] = []
         self.nbytes = 0
         self.running: Tensor | None = None
@@ -35,14 +36,12 @@ class Total:
         if grad is None or grad is self.running:
             return
         t, h = rows.start or 0, heads.start or 0
-        terms = grad.terms if isinstance(grad, Total) else [whole(grad)]
+        terms = grad.terms if isinstance(grad, Total) else [(grad, (0, grad.shape[1]), (0, grad.shape[2]))]
         for x, (first, end), (top, bottom) in terms:
             self.terms.append((x, (t + first, t + end), (h + top, h + bottom)))
             self.nbytes += x.nbytes
-        self.running = None
-        if len(self.terms) == 1:
-            x = self.terms[0][0]
-            self.running = x if x.shape == self.shape and x.dtype == self.exact else None
+        x = self.terms[0][0] if len(self.terms) == 1 else None
+        self.running = x if x is not None and x.shape == self.shape and x.dtype == self.exact else None
 
     def fold(self) -> None:
         """Add up all terms if they take more than 1.5 times the memory of the sum."""
@@ -52,7 +51,7 @@ class Total:
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """The sum, which replaces all terms. It may reuse the memory of the first one."""
         total = self.sum_of(self.terms, dtype)
-        self.terms, self.nbytes = [whole(total)], total.nbytes
+        self.terms, self.nbytes = [(total, *self.all)], total.nbytes
         self.running = total if dtype == self.exact else None
         return total
 
@@ -62,7 +61,7 @@ class Total:
         if not terms:
             return torch.zeros(self.shape[0], len(at), *self.shape[2:], dtype=dtype, device=self.device)
         x, (first, end), heads = terms[0]
-        single = len(terms) == 1 and first <= at.start and at.stop <= end and heads == (0, self.shape[2])
+        single = len(terms) == 1 and first <= at.start and at.stop <= end and heads == self.all[1]
         if not single or x.dtype != dtype:
             x, first = self.tensor(dtype), 0
         return x[:, at.start - first : at.stop - first : at.step]
@@ -80,17 +79,13 @@ class Total:
 
             while len(terms) > TERMS:
                 room = torch.empty(self.shape, dtype=self.exact, device=self.device)
-                terms = [whole(add_parts(room, terms[:TERMS])), *terms[TERMS:]]
+                terms = [(add_parts(room, terms[:TERMS]), *self.all), *terms[TERMS:]]
             return add_parts(first if in_place else torch.empty(self.shape, dtype=dtype, device=self.device), terms)
         in_place = in_place and dtype == self.exact  # others would be rounded after each term
         total = first if in_place else torch.zeros(self.shape, dtype=self.exact, device=self.device)
         for x, rows, heads in terms[in_place:]:
             total[:, slice(*rows), slice(*heads)].add_(x)
         return total.to(dtype)
-
-
-def whole(grad: Tensor) -> Term:
-    return grad, (0, grad.shape[1]), (0, grad.shape[2])
 
 
 def in_dtype(grad: Tensor | Total, dtype: torch.dtype) -> Tensor:

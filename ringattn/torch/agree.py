@@ -69,21 +69,16 @@ def agree(plan: Plan, words: Words, problem: str | None = None, has: str | None 
         raise
     entries = list(everyone.values())
     if problem or entries.count(entries[0]) < len(entries):
-        raise_differences(everyone)
+        problems = {place: entry["problem"] for place, entry in everyone.items() if entry["problem"]}
+        if problems:
+            where = "" if len(problems) == len(everyone) else f" (on {named(problems)})"
+            raise ValueError(next(iter(problems.values())) + where)
+        compare_checksums({place: entry["data"] for place, entry in everyone.items()})  # may be why words differ
+        compare({place: entry["words"] for place, entry in everyone.items()})
     if has is not None:
         plan.axes.alike = all(entry["has"] == has for entry in entries)
     if not every:
         agreed.add(kind_of(words))
-
-
-def raise_differences(everyone: dict[Place, Any]) -> None:
-    """Raise if a rank has a problem, or if ranks have different data or words."""
-    problems = {place: entry["problem"] for place, entry in everyone.items() if entry["problem"]}
-    if problems:
-        where = "" if len(problems) == len(everyone) else f" (on {named(problems)})"
-        raise ValueError(next(iter(problems.values())) + where)
-    compare_checksums({place: entry["data"] for place, entry in everyone.items()})  # may be why words differ
-    compare({place: entry["words"] for place, entry in everyone.items()})
 
 
 def refuse(problem: str, plan: Any) -> NoReturn:

@@ -251,7 +251,7 @@ def run_calls(
 ) -> None:  # fmt: skip
     """All sequences of a step, each of which writes its rows of `into`."""
     announce()
-    tensors = [unit_stride(x).flatten(0, 1) for x in (q_BTHD, k_BSGD, v_BSGV)]
+    tensors = [x.flatten(0, 1) for x in unit_stride(q_BTHD, k_BSGD, v_BSGV)]
     given = {"softmax_scale": scale, "softcap": softcap, "return_lse": True}
     for call in calls:
         with COMPILING:
@@ -286,7 +286,7 @@ def gradients(
 ) -> tuple[Any, Any]:  # fmt: skip
     """(dk, dv) of a step that is sequences; writes the rows of dq of queries that see a key."""
     B, out = len(dq_BTHD), torch.zeros_like(rows.dout) if rows.out is None else rows.out
-    k, v, *by_query = [unit_stride(x).flatten(0, 1) for x in (*tensors[1:], tensors[0], out, rows.dout, dq_BTHD)]
+    k, v, *by_query = [x.flatten(0, 1) for x in unit_stride(*tensors[1:], tensors[0], out, rows.dout, dq_BTHD)]
     lse, delta = by_heads(rows.lse), None if rows.delta is None else by_heads(rows.delta)
     sums = Total(tensors[1]), Total(tensors[2])
     for options, queries, keys, gaps in calls:

@@ -46,7 +46,7 @@ def over_rectangles(
         out_dtype: torch.dtype | None = None, **score: Any,
     ) -> Partial:  # fmt: skip
         """One vendor call for each rectangle, merged into the carry's rows: in place if its out has `out_dtype`."""
-        q_BTHD, k_BSGD, v_BSGV = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV))
+        q_BTHD, k_BSGD, v_BSGV = unit_stride(q_BTHD, k_BSGD, v_BSGV)
         rectangles = cut_into(where, q_BTHD, k_BSGD, v_BSGV)
 
         def run(queries: slice, keys: slice, mask: Any) -> Partial:
@@ -78,8 +78,8 @@ def over_rectangles(
         rectangles = cut_into(where, *tensors, True)
         if rows.out is None and not rectangles_of:
             return own_kernel(tensors[0]).backward(tensors, where, rows, want, into, final=final, **score)
-        q_BTHD, k_BSGD, v_BSGV, dout = map(unit_stride, (*tensors, rows.dout))
-        out = None if rows.out is None else unit_stride(rows.out)
+        q_BTHD, k_BSGD, v_BSGV, dout, *given = unit_stride(*tensors, rows.dout, *[] if rows.out is None else [rows.out])
+        out = given[0] if given else None
 
         def run(queries: slice, keys: slice, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
             some = [None if x is None else sliced(x, queries) for x in (dout, q_BTHD, out, rows.lse)]
@@ -122,9 +122,9 @@ def is_one(rectangles: Sequence[Rectangle], q: Tensor) -> bool:
     return len(rectangles) == 1 and sliced(q, rectangles[0].queries) is q
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    """`x` with a contiguous last dim, which vendor kernels require."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def unit_stride(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with a contiguous last dim, which vendor kernels require."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def own_rectangles(name: str, where: Intervals, *_: Any) -> tuple[Rectangle, ...]:
@@ -148,7 +148,7 @@ def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> Non
         else:
             merge_stack(Partial(part.out[None], part.lse[None]), mine, into=new)
         return
-    merged = partial.merge(*[Partial(in_dtype(x.out, accumulator(x.out)), x.lse) for x in (mine, part)])
+    merged = partial.merge(*[Partial(x.out.to(accumulator(x.out)), x.lse) for x in (mine, part)])
     new.out.copy_(merged.out)
     new.lse.copy_(merged.lse)
 
@@ -167,12 +167,9 @@ def untouched(queries: Sequence[slice], length: int) -> list[slice] | None:
 
 def largest_first(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
     """The rectangles by size: while a large one runs, the host launches the next ones."""
-    return sorted(rectangles, key=area, reverse=True)
-
-
-def area(rectangle: Rectangle) -> int:
-    queries, keys, _ = rectangle
-    return int((queries.stop - queries.start) * (keys.stop - keys.start))
+    return sorted(
+        rectangles, key=lambda x: (x.queries.stop - x.queries.start) * (x.keys.stop - x.keys.start), reverse=True
+    )
 
 
 def own_kernel(q: Tensor) -> TorchKernel:

@@ -38,9 +38,9 @@ def forward(
         next_keys, exchange = exchange_for(next_step, block)
         next_side = Side(q.device) if next_step is not None and next_step.side else None
         label = f"keys of step {i} of {len(steps)}, forward"
-        with side or MAIN, axis.sharing(*exchange, label, score.kernel.fills) as receiving:
+        with side.on if side else MAIN, axis.sharing(*exchange, label, score.kernel.fills) as receiving:
             result.add(step, *keys)
-        with next_side or MAIN:
+        with next_side.on if next_side else MAIN:
             if next_side:
                 copy_local(axis, next_step, block, next_keys)
             receiving.wait()
@@ -76,14 +76,14 @@ def backward(
         next_step = next_step if next_step is not None and next_step.phase is phase else None
         next_keys, exchange = exchange_for(next_step, block, kept)
         next_side = Side(q.device) if next_step is not None and next_step.side else None
-        with side or MAIN:
+        with side.on if side else MAIN:
             if score.kernel.separable:  # gradients travelled while those of queries were computed; else they may now
                 sums.settle()
             with axis.sharing(*exchange, f"keys after {label}, backward", score.kernel.fills) as receiving:
                 grads = gradients.of_keys(step, *keys)
             sums.add(step, grads, f"gradients of {label}")
             gradients.of_queries(step)
-        with next_side or MAIN:
+        with next_side.on if next_side else MAIN:
             if next_side and not kept:
                 copy_local(axis, next_step, block, next_keys)
             receiving.wait()
@@ -93,7 +93,7 @@ def backward(
                 side.join()
             sums.settle(last=True)
             if sums is not local:  # add those of the block's last holder, and send them on
-                sums.add_all(sums_received.wait() or ())
+                sums.add_at((range(block[0].shape[1]),), sums_received.wait() or ())
                 sums_received, tensors = DONE, sums.tensors()  # frees what arrived before more is allocated
                 sums_received = send(axis, tensors, phase.onward, f"sums after {label}, backward")
                 local.add_at(returned_rows, returned.wait() or ())

@@ -40,8 +40,7 @@ class Score(NamedTuple):
 
     def result(self, q: Tensor, v: Tensor, steps: Sequence[Step], start: Partial | None) -> "Result | DisjointResult":
         """What the steps of a forward pass add to."""
-        kind = DisjointResult if steps[0].queries else Result
-        return kind(self, q, v.shape[-1], steps, start)
+        return (DisjointResult if steps[0].queries else Result)(self, q, v.shape[-1], steps, start)
 
     def gradients(self, q: Tensor, rows: Rows, steps: Sequence[Step]) -> "Gradients | DisjointGradients":
         """What the steps of a backward pass add to."""

@@ -129,32 +129,23 @@ class Sums:
                 total.add(x[:, at : at + len(r)], rows=slice(r.start, r.stop))
                 at += len(r)
 
-    def add_all(self, grads: Sequence[Tensor]) -> None:
-        for total, x in zip(self.totals, grads, strict=False):
-            total.add(x)
-
     def tensors(self) -> Sequence[Tensor]:
         return [total.tensor(total.exact) for total in self.totals]
 
 
 class Side:
-    """A GPU's side stream: `with side:` its work waits only for what was launched before this was made.
+    """A GPU's side stream: `with side.on:` its work waits only for what was launched before this was made.
 
     It comes before other work that is not on the GPU's multiprocessors yet. What is launched after `join` waits for it.
     """
 
     def __init__(self, device: torch.device):
         self.stream = side_stream(device) if device.type == "cuda" else None
+        self.on: Any = MAIN
         if self.stream is not None:
             self.main = torch.cuda.current_stream(device)
             self.stream.wait_stream(self.main)
-
-    def __enter__(self) -> None:
-        self.current: Any = MAIN if self.stream is None else torch.cuda.stream(self.stream)
-        self.current.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.current.__exit__(*error)
+            self.on = torch.cuda.stream(self.stream)
 
     def join(self) -> None:
         if self.stream is not None:
