@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.layouts.layout import LAYOUTS, MAKERS, Layout, Maker, block, count_below
+from ringattn.layouts.layout import LAYOUTS, Layout, count_below
 
 layouts = st.builds(Layout, st.sampled_from(LAYOUTS), st.integers(1, 200), st.integers(1, 8), st.integers(1, 4))
 
@@ -60,9 +60,3 @@ def test_gradients_of_unshard_add_up_over_ranks(layout):
         return leaf.grad
 
     torch.testing.assert_close(sum(run(one_rank, ring=4)), w.sum(0))
-
-
-def test_shards_of_three_apart_tokens_are_not_two_segments(monkeypatch):
-    made = lambda x, n, r: tuple(block(x.pieces[0], 3 * n, i * n + r) for i in range(3))  # noqa: E731
-    monkeypatch.setitem(MAKERS, "thirds", Maker(made, 3))
-    assert Layout("thirds", 12, 4).segments == 0

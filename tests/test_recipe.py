@@ -21,7 +21,7 @@ CASES = {
     "balanced, several blocks a step": (
         {"ring": 4}, {"layout": "balanced", "docs": DOCS, "transport": ra.Transport(together=3)},
     ),
-    "halves at home": ({"ring": 2}, {"kernel": "sdpa_cpu"}),
+    "rectangles": ({"ring": 2}, {"kernel": "sdpa_cpu"}),
     "two hosts": ({"ring": 4}, {"transport": ra.Transport("levels", 2)}),
     "relay": ({"ring": 3}, {"transport": ra.Transport("relay")}),
     "gather, in groups": ({"ring": 2, "ulysses": 2}, {"strategy": "gather", "transport": ra.Transport(groups=2)}),
@@ -30,10 +30,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypatch):
+def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name):
     sizes, choices = CASES[name]
     docs = choices.get("docs")
-    monkeypatch.setattr(recipe, "HALVES_FROM", 0 if "halves" in name else recipe.HALVES_FROM)
 
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=60, **{"strategy": "ring"} | choices if sizes["ring"] > 1 else {})
@@ -53,13 +52,21 @@ def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypat
     if plan.strategy == "gather":
         assert "in 2 groups" in text and "step 1: keys [0, 60)" in text
         return
-    assert ("query heads 0 to 4" in text) == ("halves" in name)
     for ranks in passes.values():  # what one rank receives is what the other sends, at the same step
         steps = [(rank, j, step) for rank, each in ranks.items() for j, step in enumerate(each.steps)]
         received = {(j, source, rank): sum(map(len, places.at))
                     for rank, j, step in steps for source, places in step.receive.items()}  # fmt: skip
         sent = {(j, rank, to): sum(map(len, ranges)) for rank, j, step in steps for to, ranges in step.send.items()}
         assert received == sent
+
+
+@pytest.mark.parametrize(("tokens", "halves"), [(2**15, True), (2**12, False)])
+def test_half_of_the_heads_at_home_come_first_in_backward_where_shards_are_long(tokens, halves):
+    plan = ra.Plan(tokens, 2, strategy="ring", layout="zigzag", kernel="sdpa_cpu")
+    made = Recipe(Mask(plan, ra.AttentionSpec()), Shape(tokens, tokens, 8, 4, 8, 8, 4), "cpu", "float32", rank=0)
+    text, first, last = str(made), (slice(4), slice(2)), (slice(4, None), slice(2, None))
+    assert [step.heads for step in made.backward.steps] == ([first, None, last] if halves else [None, None])
+    assert ("query heads 0 to 4" in text) == halves
 
 
 @pytest.mark.parametrize("slower, once", [(1, 8), (2, 4), (100, 0)])

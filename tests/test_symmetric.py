@@ -126,7 +126,23 @@ class SharedMesh(LocalMesh):
         self.made["ring"] = ring
 
 
-def axes(size: int, one_lane: bool = False, timeout: float = 60.0) -> list[SymmetricAxis]:
+class NothingCopied(ThreadLanes):
+    """Lanes of an outbox that does not work."""
+
+    def copy_all(self, lane, copies, persistent=False):
+        pass
+
+
+class NothingAwaited(ThreadLanes):
+    """The host goes on before a lane ends, as it does on a GPU."""
+
+    def precede(self, lane):
+        pass
+
+
+def axes(
+    size: int, one_lane: bool = False, timeout: float = 60.0, kind: type[ThreadLanes] = ThreadLanes
+) -> list[SymmetricAxis]:
     outboxes = [torch.full((Outbox.bytes(size),), 255, dtype=torch.uint8) for _ in range(size)]
     for m in outboxes:
         flags = m[:HEAD].view(torch.int32)
@@ -134,7 +150,7 @@ def axes(size: int, one_lane: bool = False, timeout: float = 60.0) -> list[Symme
     results, board = [], Board()
     for rank in range(size):
         outbox = Outbox([m.data_ptr() for m in outboxes], rank)
-        lanes = ThreadLanes(one_lane)
+        lanes = kind(one_lane)
         come = torch.zeros(2, size, dtype=torch.int32)
         words = LocalAxis(board, "words", (), size, rank)
         axis = SymmetricAxis(Peers(lanes, outbox), Watch(lanes, outbox, size, come, timeout), words.exchange_words)
@@ -247,9 +263,8 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
     assert to[: few[0].size].equal(expected[: few[0].size]) and to.count_nonzero() > few[0].size and not driven
 
 
-def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot, monkeypatch):
-    """As memory that runs out does, on every rank alike. The host goes on before a lane ends, as it does on a GPU."""
-    monkeypatch.setattr(ThreadLanes, "precede", lambda self, lane: None)
+def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot):
+    """As memory that runs out does, on every rank alike."""
 
     def fail():
         raise torch.OutOfMemoryError("out of memory")
@@ -266,7 +281,7 @@ def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot, mon
                 pass
         assert results == [[[10.0 * turn + r] for r in others] for turn in (0, 2, 3, 4)]
 
-    on_ranks(one_rank, axes(3))
+    on_ranks(one_rank, axes(3, kind=NothingAwaited))
 
 
 def test_a_move_fills_every_piece_of_a_scattered_tensor(slot):
@@ -349,13 +364,12 @@ def read(piece):
     return b"".join(ctypes.string_at(piece.address + i * piece.pitch, piece.size) for i in range(piece.rows))
 
 
-def test_a_trial_distinguishes_an_outbox_that_works_from_one_that_does_not(slot, monkeypatch):
-    assert on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3)) == [None] * 3
-    monkeypatch.setattr(ThreadLanes, "copy_all", lambda *asked: None)
-    assert all(
-        "received {" in message
-        for message in on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3))
+def test_a_trial_distinguishes_an_outbox_that_works_from_one_that_does_not(slot):
+    works, fails = (
+        on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3, kind=kind))
+        for kind in (ThreadLanes, NothingCopied)
     )
+    assert works == [None] * 3 and all("received {" in message for message in fails)
 
 
 @pytest.mark.parametrize("together", [False, True])
