@@ -101,7 +101,6 @@ def some_call(draw: random.Random):
     from ringattn.kernels.linear.maps import Inputs
     from ringattn.kernels.linear.triton import gated
     from ringattn.kernels.partial import Partial
-    from ringattn.kernels.total import Term
 
     dtype = draw.choice([torch.bfloat16, torch.float16, torch.float32])
     B, T, S = draw.choice([1, 2]), draw.choice([1, 16, 17, 64, 100]), draw.choice([1, 16, 50, 128])
@@ -136,7 +135,7 @@ def some_call(draw: random.Random):
     lengths, kept = torch.zeros(B, dtype=torch.int64), (torch.empty(B, 640, G, n, dtype=dtype) for n in (D, V))
     into_k, into_v = kept
     few = Intervals(*torch.zeros(2, B, min(T, 4), dtype=torch.int32))
-    parts = [Term(tensor(B, T, H, D, dtype=draw.choice([dtype, torch.float32])), (0, T), (0, H)) for _ in range(R)]
+    parts = [(tensor(B, T, H, D, dtype=draw.choice([dtype, torch.float32])), (0, T), (0, H)) for _ in range(R)]
     dlse, sinks, splits, window = (draw.choice([None, x]) for x in (row, torch.empty(H), 4, draw.choice([9, 2**40])))
     return draw.choice([
         lambda: forward.attend(q, k, v, where, scale=scale, softcap=softcap, carry=carry),

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ringattn import choosing
 from ringattn.launch.rows import Row, table
 from ringattn.launch.verify.oracle import over_axes
+from ringattn.models.batch import IGNORED
 from ringattn.models.hf import model as hf_model
 from ringattn.models.hf.packed import numbered, numbering_of
 from ringattn.models.hf.refusals import refuse_model
@@ -122,12 +123,17 @@ def numbers(model: Any, document: Tensor) -> Tensor:
     return torch.arange(document.shape[1], device=document.device)[None] if by_rule is None else by_rule
 
 
+def labels_of(documents: list[Tensor]) -> Tensor:
+    """The tokens; the first one of a document follows no token."""
+    return torch.cat([torch.cat([torch.full_like(x[:, :1], IGNORED), x[:, 1:]], 1) for x in documents], 1)
+
+
 def on_one_rank(model: Any, documents: list[Tensor]) -> Results:
     """The model itself on one rank: each document by itself."""
     outputs = [model(tokens, output_hidden_states=True, use_cache=False) for tokens in documents]
     by_document = [[*each.hidden_states, each.logits] for each in outputs]
     values = [torch.cat(x, 1) for x in zip(*by_document, strict=True)]
-    loss = F.cross_entropy(torch.cat([x.logits[0, :-1] for x in outputs]), torch.cat([x[0, 1:] for x in documents]))
+    loss = F.cross_entropy(values[-1][0, :-1], labels_of(documents)[0, 1:], ignore_index=IGNORED)
     loss.backward()
     return Results([x.detach() for x in (*values, loss)], gradients(model))
 
@@ -142,7 +148,7 @@ def one_rank(model: Any, documents: list[Tensor], mesh: Any) -> Results:
     plan = choosing.plan(mesh, seq_len=tokens.shape[1])
     positions = torch.cat([numbers(model, document) for document in documents], 1) if len(documents) > 1 else None
     model = hf_model.prepare(deepcopy(model), plan)
-    output = model(tokens, labels=tokens, position_ids=positions, output_hidden_states=True)
+    output = model(tokens, labels=labels_of(documents), position_ids=positions, output_hidden_states=True)
     output.loss.backward()
     values = [plan.unshard(x.detach()) for x in (*output.hidden_states, output.logits)]
     totals = {name: over_axes(plan, torch.sum, share) for name, share in gradients(model).items()}

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ringattn.comms.axis import Done, Solo
+from ringattn.comms.axis import Done
 from ringattn.comms.jax import MeshAxis
 from ringattn.plans.cost import replicas
 
@@ -36,7 +36,7 @@ def leave(arrays: Iterable[Array], axis: MeshAxis) -> list[Any]:
     return exchanged(arrays, axis, 1, 2)
 
 
-def exchanged(arrays: Iterable[Array], axis: MeshAxis | Solo, split: int, join: int) -> list[Any]:
+def exchanged(arrays: Iterable[Array], axis: Any, split: int, join: int) -> list[Any]:
     """A handle an array; on one device the axis may be a Solo, which has nothing to send."""
     return [Done(x) if axis.size == 1 else axis.all_to_all(x, split, join) for x in arrays]
 
