@@ -23,7 +23,7 @@ DEALT_FIRST_ABOVE = (
     0.6  # of a rank's work: a document of more, or of more than half of its tokens, is dealt before others
 )
 LARGEST_PIECE = 0.75  # of a rank's work: the most that a piece of a long document has
-LARGEST_PAIR = 0.8  # of a rank's work or tokens: the most that a pair of blocks has
+LARGEST_PAIR = 0.8  # of a rank's work: the most that a pair of blocks has, unless all ranks have one
 SMALLEST_PIECE = 0.1  # of the largest one
 GROUPS = 8  # of short neighbours, that fill a rank
 PAIRS_PER_KEY = 256  # take as long as to receive a key and to return its gradient, with four query heads a key head
@@ -85,6 +85,9 @@ class Deal:
         inside = (at - self.starts[self.document(at)]) % self.tile
         return (self.below(at + 1) - self.below(at)) * self.tile // 2 if inside else 0
 
+    def fullness(self, rank: int) -> float:
+        return self.load[rank] / self.work - self.room[rank] / self.tokens
+
     def put(self, start: int, stop: int, rank: int) -> None:
         if start < stop:
             self.ranges[rank].append((start, stop))
@@ -122,17 +125,13 @@ class Deal:
         first = np.append(True, (group[1:] != group[:-1]) | alone[1:] | alone[:-1])
         edges = np.append(np.flatnonzero(first), len(long)).tolist()
         groups = [(self.starts[a], self.starts[b]) for a, b in pairwise(edges) if not alone[a]]
-        spill = [x for x in self.late if x[0] < x[1]]
         for a, b in sorted(groups, key=lambda x: self.fact(x).work, reverse=True):
-            work, fits = self.fact((a, b)).work, [r for r in range(self.ranks) if self.room[r] >= b - a]
-            if fits:
-                cost = {r: max((self.load[r] + work) / self.work, 0) - self.room[r] / self.tokens for r in fits}
-                self.put(a, b, min(fits, key=cost.__getitem__))
+            if fits := [r for r in range(self.ranks) if self.room[r] >= b - a]:
+                self.put(a, b, min(fits, key=self.fullness))
             else:
-                spill.append((a, b))
-        for a, b in spill:
+                self.late.append((a, b))
+        for a, b in (*self.late, self.starts[-2:]):
             self.fill(a, b)
-        self.fill(*self.starts[-2:])
         self.even_out(for_time=False, trades=16, ranges=6)
         self.even_out(for_time=True, trades=2, ranges=3)
         return max(self.load) / self.work
@@ -163,26 +162,26 @@ class Deal:
         more, less = self.load[high], self.load[low]
         if not for_time:
             want = min(more - self.work, self.work - less)
-            found = self.trades(high, low, want, 0.5 * want, ranges)
+            found = self.trades(high, low, want, (0.5 * want, 1.5 * want), ranges)
             return min(found, key=lambda x: sum(x.lost) - min(x.moved, 2 * want - x.moved), default=None)
 
         def slower(x: Trade) -> float:
             return max(more - x.moved + x.lost[0], less + x.moved + x.lost[1])
 
         now, room = more + lost[high], MAX_WORK_AFTER_TRADES * self.work - less
-        want = min((now - less - lost[low]) / 2, room)
-        fitting = (x for x in self.trades(high, low, want, 0.02 * want, ranges) if x.moved <= room)
-        trade = min(fitting, key=slower, default=None)
+        trade = min(self.trades(high, low, room, (0, room), ranges), key=slower, default=None)
         return None if trade is None or slower(trade) >= 0.998 * now else trade
 
-    def trades(self, high: int, low: int, want: float, least: float, ranges: int) -> Iterator[Trade]:
-        """Late tokens for early ones, of about as much work as is wanted, so that no rank receives too many keys."""
+    def trades(self, high: int, low: int, want: float, fits: tuple[float, float], ranges: int) -> Iterator[Trade]:
+        """Late tokens for early ones, of about as much work as is wanted and within the bounds of what fits, so that no
+        rank receives too many keys.
+        """
         dense, light = (sorted(self.ranges[rank], key=self.density) for rank in (high, low))
         reach, found = self.reach(self.ranges[low]), []
-        for give in dense[-ranges:] if want > 0 else ():
+        for give in dense[-ranges:]:
             for take in light[:ranges]:
                 n, moved = self.exchanged(give, take, want)
-                if least <= moved <= 2 * want - least:
+                if fits[0] < moved <= fits[1]:
                     at, stop = give[1] - n, take[0] + n
                     start = self.starts[self.document(at)]
                     keys = max(0, at - reach.get(start, start))
@@ -212,6 +211,7 @@ class Deal:
 
         Forward, a quarter of the time, a rank waits for keys when it has computed what needs none.
         """
+        ranges = [x for x in ranges if x[0] < self.starts[-2]]  # what begins there is padding, which sees nothing
         reach, facts = self.reach(ranges), [self.fact(x) for x in ranges]
         keys = sum(reach.values()) - sum(reach)
         for x, fact in zip(ranges, facts, strict=True):
@@ -241,11 +241,10 @@ class Deal:
             return stop - self.below(give[1] - n) - self.below(take[0] + n) + start
 
         size = min(give[1] - give[0], take[1] - take[0])
-        step = max(1, size // 64)
-        low = step * bisect_right(range(step, size + 1, step), want, key=gain)
-        last = (give[1] - self.starts[self.document(give[1] - 1)]) % self.tile  # queries of the last tile of `give`
+        low = bisect_right(range(1, size + 1), want, key=gain)
+        last = give[1] - self.starts[self.fact(give).last]  # tokens of the last document up to there
         near = low + (last - low + self.tile // 2) % self.tile - self.tile // 2  # so that whole tiles are left
-        n = near if 0 < near <= size and gain(near) < 1.5 * want else low
+        n = near if 0 < near <= size else low
         return n, gain(n)
 
 
@@ -253,10 +252,10 @@ class InPairs(Deal):
     """The same with pairs of an early and a late block of long documents, where these leave no room otherwise."""
 
     def deal_long(self, start: int, stop: int) -> None:
-        n, work = stop - start, self.below(stop) - self.below(start)
-        k = min(self.ranks, max(2, ceil(work / self.work / LARGEST_PAIR), ceil(n / self.tokens / LARGEST_PAIR)))
-        ranks = sorted(range(self.ranks), key=lambda r: self.load[r] / self.work - self.room[r] / self.tokens)
-        while k < self.ranks and n / k + 1 > min(self.room[r] for r in ranks[:k]):
+        n, work = stop - start, self.fact((start, stop)).work
+        k = min(self.ranks, max(2, ceil(work / self.work / LARGEST_PAIR)))
+        ranks = sorted(range(self.ranks), key=self.fullness)
+        while k < self.ranks and n / k > min(self.room[r] for r in ranks[:k]):
             ranks.sort(key=lambda r: -self.room[r])
             k += 1
         edges = [start + n * i // (2 * k) // self.tile * self.tile for i in range(2 * k)] + [stop]
