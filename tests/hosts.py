@@ -153,7 +153,9 @@ def plans_options(ranks: int, settings: list[str]) -> plans.Options:
 
 def calibrated(machine: Machine) -> dict[str, Any]:
     """What of the description was measured here."""
-    about = {name: getattr(machine, name) for name in ("gpus", "cores", "start", "products", "bandwidth")}
+    about = {
+        name: getattr(machine, name) for name in ("gpus", "cores", "start", "step", "exchange", "products", "bandwidth")
+    }
     links = {name: vars(getattr(machine, name)) for name in ("inside", "between")}
     return about | links | {"rates": {name: machine.rates[name] for name in ("float32", "tiled/float32")}}
 

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 import ringattn as ra
 from ringattn.choosing import elsewhere
 from ringattn.launch import words
@@ -28,12 +30,25 @@ def test_a_calibrated_file_describes_this_machine_and_plans_take_it(tmp_path, mo
 
 def two_ranks():
     base = machine.load("cpu")
-    return calibrate.linked(base, "cpu")
+    linked = calibrate.linked(base, "cpu")
+    quick = linked.replace(start=(0.0, 0.0), inside=machine.Link(1e9, 0.0))  # all that a call takes is the host's
+    return linked, calibrate.hosted(quick, "cpu", 32)
 
 
-def test_links_are_measured_among_ranks():
+def test_links_and_the_host_are_measured_among_ranks(tmp_path):
     os.environ.pop("WORLD_SIZE", None)
-    first, second = run(two_ranks, 2)
+    (first, host), (second, same) = run(two_ranks, 2)
+    assert host == same and 1e-5 < sum(host.step) < 5 and 0 <= host.exchange < 5 and "launches too" in host.source
+    machine.write(host, tmp_path / "mine.toml")
+    assert machine.load(tmp_path / "mine.toml") == host
     assert first == second or first.inside.bandwidth == second.inside.bandwidth
     assert first.gpus == 2 and 1e5 < first.inside.bandwidth < 1e13 and 0 < first.inside.latency < 5
     assert first.between == machine.load("cpu").between
+
+
+def test_a_file_of_another_version_is_ignored_with_a_warning(tmp_path, monkeypatch):
+    path = tmp_path / "machine.toml"
+    path.write_text('like = "h200"\nleast = [1e-3, 2e-3]\n')
+    monkeypatch.setattr(machine, "OWN", path)
+    with pytest.warns(UserWarning, match="ignored until `ringattn calibrate` writes it anew: .*'least'"):
+        assert machine.of_device("cuda", "NVIDIA H200") == machine.load("h200")

@@ -117,17 +117,17 @@ def measured(options: Options, machine: Machine | None = None) -> Iterator[Row]:
             plan = ra.plan(mesh, strategy=each["strategy"], layout=each["layout"], transport=by, **how)
             about = {"setting": word, "plan": way_of(plan), "layout": plan.layout, "route": plan.transport.route,
                      "kernel": each["kernel"], "pick": each is candidates[0]}  # fmt: skip
-            for row in rows_of(plan, each, setting, machine, options.seconds):
+            for row in rows_of(plan, each, setting, options.seconds):
                 yield about | row
 
 
-def rows_of(plan: Any, predicted: Any, setting: Setting, machine: Machine, seconds: float) -> list[Row]:
+def rows_of(plan: Any, predicted: Any, setting: Setting, seconds: float) -> list[Row]:
     """A row a mode of one candidate, with the memory to itself."""
     memory, rows, expected = memory_from_now(setting.device), list[Row](), 0.0
     calls = passes_of(setting, plan, setting.case.asked)
     count = int(min(10, max(2, seconds / predicted["seconds"])))  # the same on every rank
     for name, mode in zip(("forward", "backward"), MODES, strict=True):
-        expected += machine.single(predicted[name]["seconds"], name == "backward")
+        expected += predicted[name]["seconds"]
         rows.append({"mode": mode, "ms": median_ms(calls[mode], count), "predicted": expected * 1e3})
     del calls
     torch.cuda.empty_cache()

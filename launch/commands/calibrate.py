@@ -1,16 +1,16 @@
 """Measure this machine in under a minute and write its description, which plans then find: `ringattn calibrate`.
 
 Measured are attention forward and backward (on CPUs also by the kernel of windows), a matrix product, a copy in memory
-and, under torchrun, the links: within a host between neighbours, between hosts between ranks of the same place. Without
-torchrun the links are those of the shipped description of the device. Rank 0 measures what one rank computes while the
-others wait; where they share the cores of a CPU, how many compute at once is measured too. out=FILE writes elsewhere;
-give that file as machine=FILE.
+and, under torchrun, the links: within a host between neighbours, between hosts between ranks of the same place; and how
+long the host takes for each step and each exchange of a call over ranks. Without torchrun these are those of the
+shipped description of the device. Rank 0 measures what one rank computes while the others wait; where they share the
+cores of a CPU, how many compute at once is measured too. out=FILE writes elsewhere; give that file as machine=FILE.
 """
 
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ MIN_SHARE_OF_SOLO_SPEED = (
     0.9  # of the speed of one rank alone: from here on each of those that compute at once has a core to itself
 )
 BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a transfer
+SHORT = 8  # tokens a rank of a call that takes as long as its launches
 REPEATS = 5
+BURSTS = 10  # of a short call's repeats, the quietest of which counts: others may use the cores meanwhile
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ def run(options: Options) -> int:
 
 
 def among_ranks(device: str, head_dim: int) -> Machine:
-    """What rank 0 measures while the others wait, then the links and cores that all share: the same on every rank."""
+    """What rank 0 measures while the others wait, then what all measure together: the same on every rank."""
     alone = messages.gather(measured(device, head_dim).text if dist.get_rank() == 0 else None)[0]
-    machine = linked(of_text(alone), device)
+    machine = hosted(linked(of_text(alone), device), device, head_dim)
     return machine.replace(cores=cores(machine.gpus, head_dim)) if device == "cpu" else machine
 
 
@@ -86,7 +88,7 @@ def measured(device: str, head_dim: int) -> Machine:
         flops = 4 * HEADS[device] * head_dim * pairs / 1e12
         return flops / max(1e-9, seconds[0] - start[0]), BACKWARD * flops / max(1e-9, seconds[1] - start[1])
 
-    start = passes(8)
+    start = passes(SHORT)
     rates = {str(native).removeprefix("torch."): rate(passes(long), long * (long + 1) / 2)}
     if device == "cpu":  # another kernel serves what is no few rectangles; those of GPUs have rates of their own
         rates["tiled/float32"] = rate(passes(long, window), (long - window / 2) * window)
@@ -136,6 +138,27 @@ def link(shift: int, among: int, gpus: int, device: str, sharing: int) -> Link:
     latency = seconds(64)
     bandwidth = BYTES[device] / max(1e-6, seconds(BYTES[device]) - latency)
     return Link(bandwidth * min(sharing, gpus), latency, sharing)  # what one sender alone would get
+
+
+def hosted(machine: Machine, device: str, head_dim: int) -> Machine:
+    """The same with what the host takes for a step and for an exchange, beyond the latency of the link."""
+    ranks = dist.get_world_size()
+    heads = Heads(ranks, ranks, head_dim, device)
+    late = (machine.between if ranks > machine.gpus else machine.inside).latency
+
+    def more(beside: Sequence[float], count: int, **sizes: int) -> list[float]:
+        """How much longer each pass of a short call over ranks takes, for each of so many steps or exchanges."""
+        mesh = ra.init_mesh(**sizes, device_type=device)
+        plan = ra.plan(mesh, seq_len=SHORT * ranks, transport=ra.Transport(together=1))
+        calls = passes_of(heads, plan, {}).values()
+        forward, both = (min(slowest(call) for _ in range(BURSTS)) for call in calls)
+        return [max(0.0, (x - y) / count - late) for x, y in zip((forward, both - forward), beside, strict=True)]
+
+    step = more(machine.start, ranks, ring=ranks)
+    exchange = more([sum(each) for each in zip(machine.start, step, strict=True)], 2, ulysses=ranks)
+    library = machine.library * sum(step) / (sum(machine.step) or 1.0)
+    source = f"{machine.source}, launches too"
+    return machine.replace(step=tuple(step), exchange=sum(exchange) / 2, library=library, source=source)
 
 
 def cores(gpus: int, head_dim: int) -> float:

@@ -35,12 +35,13 @@ def sentence(options: Sequence[Option]) -> str:
     """The first one: how even its work is, and which transfers nothing hides."""
     plan, _, cost = options[0]
     ms = cost.seconds * 1e3
+    host = f"; the host takes {cost.host * 1e3:.3g} ms of {ms:.4g}" if cost.host else ""
     if plan.ring * plan.ulysses == 1:
-        return f"one device: {ms:.4g} ms a layer, forward and backward"
+        return f"one device: {ms:.4g} ms a layer, forward and backward{host}"
     work = "equal work" if cost.imbalance < 1.05 else f"the busiest rank has {cost.imbalance:.2f} of the mean work"
     hidden = f"of {ms:.4g} ms {cost.exposed * 1e3:.3g} not hidden" if cost.exposed > HIDDEN * cost.seconds else "hidden"
     where = "between" if cost.received[0] else "within"
-    return f"{way_of(plan)} in {plan.layout} layout: {work}, hops {where} hosts {hidden}"
+    return f"{way_of(plan)} in {plan.layout} layout: {work}, hops {where} hosts {hidden}{host}"
 
 
 def table(options: Sequence[Option], machine: Machine, gpus: int) -> list[str]:

@@ -7,6 +7,7 @@ of a machine stands in code.
 import difflib
 import sys
 import tomllib
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, field
@@ -51,9 +52,10 @@ class Machine(Value):
                dtype for kernels without a row
     half       queries x heads of a rank with which a kernel reaches half of its rate, forward and backward
     launch     seconds that a step takes beside its work, forward and backward
-    start      seconds until a single call computes, forward and backward; calls in a row hide them
-    least      seconds that a single call over ranks takes at least, forward and backward: the host launches it
-    exchange   seconds that the host takes for the transfers of a pass which nothing hides: heads, or all keys
+    start      seconds of the host until a call's first kernel runs, forward and backward
+    step       seconds of the host for each step of a call over ranks that no compiler or graph launches
+    library    how many more such a step takes if the kernel is that of another library
+    exchange   seconds of the host for each exchange of a group's heads, or of all keys
     room       the most bytes of keys that a step brings at once: few large steps fill a GPU better than many small ones
     products   TFLOP/s of the matrix products of a model's other layers
     group      where copy engines move what `inside` says: the bandwidth of a process group within a host, which moves
@@ -76,8 +78,9 @@ class Machine(Value):
     half: PAIR = (0.0, 0.0)
     launch: PAIR = (0.0, 0.0)
     start: PAIR = (0.0, 0.0)
-    least: PAIR = (0.0, 0.0)
-    exchange: PAIR = (0.0, 0.0)
+    step: PAIR = (0.0, 0.0)
+    library: float = 0.0
+    exchange: float = 0.0
     room: float = 0.0
     group: PAIR = (0.0, 0.0)
     cores: float = 0.0
@@ -88,10 +91,6 @@ class Machine(Value):
         if row is None:
             raise ValueError(f"machine {self.name}: no rate for any of {', '.join(keys)}; add one under [rates]")
         return row[0] * 1e12, row[1] * 1e12
-
-    def single(self, seconds: float, back: bool) -> float:
-        """Seconds of a single pass over ranks that takes so many among others."""
-        return max(seconds + self.start[back], self.least[back])
 
     def crowd(self, ranks: int) -> float:
         """How many times as long work takes while so many ranks compute at once."""
@@ -233,13 +232,21 @@ def chip_here(device: str) -> str | None:
     return torch.cuda.get_device_name() if device == "cuda" and torch and torch.cuda.is_available() else None
 
 
+def calibrated() -> Machine | None:
+    """What `ringattn calibrate` wrote here, if it did and this version can read it."""
+    try:
+        return load(OWN) if OWN.is_file() else None
+    except ValueError as error:
+        warnings.warn(f"ignored until `ringattn calibrate` writes it anew: {error}", stacklevel=2)
+        return None
+
+
 def of_device(device: str, chip: str | None = None) -> Machine:
     """What is known of the ranks' device: calibrated here, or else the shipped description of its chip."""
     chip = chip or chip_here(device)
-    if OWN.is_file():
-        own = load(OWN)
-        if own.device == device and (chip is None or not own.differs(chip)):
-            return own
+    own = calibrated()
+    if own and own.device == device and (chip is None or not own.differs(chip)):
+        return own
     named = [load(name) for name in shipped()] if chip else []
     alike = [m for m in named if m.device == device and m.chip and not m.differs(chip or "")]
     return max(alike, key=lambda m: len(m.chip)) if alike else assumed(device)

@@ -1,9 +1,9 @@
 """What a plan takes on a machine: seconds forward and backward, bytes over both kinds of links, memory.
 
 A step of a ring starts when its keys are there and the one before it is done. Both kinds of links carry transfers one
-after the other, at the same time as the work:
+after the other, at the same time as the work. The host launches all of this ahead; of short shards it takes longer:
 
-    seconds = max over steps i of (arrival of i + work of i and of all later steps)
+    seconds = max(those of the host, start + max over steps i of (arrival of i + work of i and of all later steps))
 """
 
 from collections.abc import Callable
@@ -35,10 +35,8 @@ class Spent(NamedTuple):
     work: float  # seconds of the mean rank
     within_bytes: float  # that a rank receives
     between_bytes: float
-
-    @property
-    def exposed(self) -> float:
-        return max(0.0, self.seconds - self.work)
+    host: float  # seconds in which the host launches all
+    exposed: float  # seconds of transfers that neither the work nor the host hides
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,11 @@ class Cost:
     @property
     def exposed(self) -> float:
         return self.forward.exposed + self.backward.exposed
+
+    @property
+    def host(self) -> float:
+        """Seconds of the host in the passes that take no longer."""
+        return sum(each.host for each in (self.forward, self.backward) if each.seconds <= each.host)
 
     @property
     def received(self) -> tuple[float, float]:
@@ -112,10 +115,20 @@ class Pass:
         local = gcd(ulysses, machine.gpus)
         heads = sum(of_heads(shape, ulysses, (plan.local_len, plan.keys.local_len))) / ulysses
         self.heads = heads * (local - 1), heads * (ulysses - local)  # bytes of exchanges, within hosts and between
+        self.groups = plan.groups_for(shape) if plan.swaps else 1
+        gathers, self.start = plan.strategy == "gather" and plan.ring > 1, machine.start[back]
+        self.first = self.start + machine.exchange * plan.swaps  # when the first kernel runs: an exchange precedes it
+        self.exchanges = machine.exchange * (2 * (ulysses > 1) + (1 + back) * gathers)  # heads enter and leave
+        eager = plan.framework == "torch" and plan.ring * ulysses > 1  # compiled programs launch their steps themselves
+        self.step = eager * (machine.step[back] + machine.library * rates.low_precision)
 
     def seconds(self, pairs: Any) -> Any:
         """Those of steps with so many pairs, if the rank computes alone."""
         return pairs * self.pair + self.launch * (pairs > 0)
+
+    def host(self, steps: int) -> float:
+        """Seconds in which the host launches so many steps, for each group of heads."""
+        return self.start + self.groups * (self.exchanges + steps * self.step)
 
 
 def gathered_bytes(plan: Plan, machine: Machine, each: Pass) -> tuple[float, float]:
@@ -165,13 +178,16 @@ def one_pass(plan: Plan, shape: Shape, steps: Steps, machine: Machine, each: Pas
         keys = [float((tokens * token).sum(1).max()) for tokens in steps.tokens]
     if near or far:
         swap, late = machine.swap(near, far, ranks), 2 * (machine.between if far else machine.inside).seconds(0, 1)
-        groups = plan.groups_for(shape)
+        groups = each.groups
         queries, keys_too = of_heads(shape, plan.ulysses, (plan.local_len, plan.keys.local_len))
         shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < groups  # keys travel with the first group
         ends = 1 - (1 - 1 / groups) * (queries / (queries + keys_too) if shared else 1)
         seconds = max(seconds + (swap + late) * ends, swap + late + seconds / groups)
-        seconds += (groups - 1) * int((pairs > 0).sum(1).max()) * machine.launch[back] + machine.exchange[back]
-    return Spent(float(seconds), float(work.sum(1).mean()), keys[0] + near, keys[1] + far)
+        seconds += (groups - 1) * int((pairs > 0).sum(1).max()) * machine.launch[back]
+    mean, host = float(work.sum(1).mean()), each.host(pairs.shape[1])
+    whole = float(max(each.first + seconds, host))
+    exposed = max(0.0, whole - max(each.start + mean, host))
+    return Spent(whole, mean, keys[0] + near, keys[1] + far, host, exposed)
 
 
 def predict(

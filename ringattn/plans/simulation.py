@@ -166,7 +166,9 @@ def play(
         each = Pass(plan, shape, spec, docs, machine, rates, back)
         steps = steps_of(ring, plan.together(shape, back), everyone=True)
         one_pass = played.gather_pass if plan.strategy == "gather" else played.ring_pass
-        played.finish = played.heads(one_pass(steps, each, played.heads(played.finish, each)), each)
+        launched = played.finish + each.host(1 if plan.strategy == "gather" else steps.count)
+        entered = played.heads(played.finish + each.first, each)
+        played.finish = np.maximum(played.heads(one_pass(steps, each, entered), each), launched)
     return played
 
 
