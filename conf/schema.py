@@ -50,6 +50,7 @@ class Strategy:
         "what backward computes again: pointwise operations; cheap: all but attention; block: all of a block",
         among=("none", "pointwise", "cheap", "block"),
     )
+    offload: bool = option(False, "what blocks keep for that waits in the host's memory while others run")
 
 
 @dataclass
@@ -163,6 +164,8 @@ def check(config: Train) -> Train:
         last = 255 if data.tokens is None else model.vocab - 1
         if int(data.documents) > last:
             raise ValueError(f"data.documents={data.documents} ends no document: tokens are 0 to {last}")
+    if config.strategy.offload and (config.strategy.recompute in ("none", "pointwise") or config.compile):
+        raise ValueError("strategy.offload=true takes strategy.recompute=cheap or block, and compile=false")
     if config.run is not None and ("/" in config.run or config.run in ("", ".", "..")):
         raise ValueError(f"run={config.run!r} is a name inside folder={config.folder}, not a path; use folder=PATH")
     return config

@@ -31,6 +31,7 @@ WAYS = {
     "gather, recomputed cheap": where(keys="gather", layout="striped", recompute="cheap"),
     "ulysses, accumulated": dataclasses.replace(where(ulysses=4, keys="ulysses"), accumulate=2),
     "hybrid, recomputed pointwise": where(ulysses=2, keys="ring", recompute="pointwise"),
+    "recomputed from the host": where(recompute="cheap", offload=True),
     "uneven, recomputed": dataclasses.replace(where(recompute="block"), seq_len=97),
     "data": where(data=2),
 }

@@ -101,7 +101,8 @@ def plural(ranks: int) -> str:
 
 def on_one_rank(config: Train) -> Train:
     """The same training, the same batches, on one rank; no checkpoint is made, also when it is stopped."""
-    strategy = Strategy(ring=1, kernel=config.strategy.kernel, recompute=config.strategy.recompute)
+    s = config.strategy
+    strategy = Strategy(ring=1, kernel=s.kernel, recompute=s.recompute, offload=s.offload)
     batch = config.batch * config.strategy.data
     return dataclasses.replace(config, strategy=strategy, nproc=1, batch=batch, save_every=0, keep=0)
 

@@ -39,9 +39,10 @@ def peak_memory(config: Train, decoder: Decoder, local_len: int, ranks: int) -> 
     whole = 3 * itemsize + 4  # a part's weights and the next one's, whole, its gradient, and that in float32
     logits = m.vocab * min(tokens, config.batch * tokens_at_once(LOGITS, m.vocab, config.batch))
     block_kept = itemsize * tokens * kept(m, config.strategy.recompute)
+    here = min(m.layers, 2) if config.strategy.offload else m.layers  # the blocks whose part is not on the host
     block_at_work = itemsize * at_work(config, tokens) + whole * block
     head_at_work = 12 * logits + whole * decoder.head.weight.numel()  # logits, softmax and gradient in float32
-    begins, ends = (STATE - GRADIENT) * weights + m.layers * block_kept, STATE * weights + block_kept
+    begins, ends = (STATE - GRADIENT) * weights + here * block_kept, STATE * weights + block_kept
     return max(begins + max(block_at_work, head_at_work), ends + block_at_work)
 
 

@@ -17,6 +17,7 @@ from ringattn.conf.schema import Model
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.models.loss import token_losses
 from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
+from ringattn.models.offload import offloaded
 from ringattn.models.pieces import LOGITS, in_pieces, keep_attention, tokens_at_once
 from ringattn.plans.plan import Plan
 
@@ -45,11 +46,15 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `recompute` is what the backward pass recomputes."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `recompute` is what the backward pass recomputes.
 
-    def __init__(self, model: Model, recompute: str = "none", linear: bool = False):
+    What it keeps for that waits on the host with `offload`.
+    """
+
+    def __init__(self, model: Model, recompute: str = "none", linear: bool = False, offload: bool = False):
         super().__init__()
         self.recompute = recompute
+        self.checkpoint = partial(offloaded, checkpoint) if offload else checkpoint
         self.attention_norm, self.mlp_norm = nn.RMSNorm(model.dim), nn.RMSNorm(model.dim)
         self.attention = linear_attention(model) if linear else softmax_attention(model)
         self.mlp = SwiGLU(model.dim, model.hidden, GATE_LIMIT if recompute in ("cheap", "block") else None)
@@ -59,7 +64,7 @@ class Block(nn.Module):
             return self.apply_to(x, plan, positions, docs)
         more = PRODUCTS if self.recompute == "pointwise" else ()
         again: Any = {} if self.recompute == "block" else {"context_fn": partial(keep_attention, *more)}
-        return checkpoint(self.apply_to, x, plan, positions, docs, use_reentrant=False, **again)
+        return self.checkpoint(self.apply_to, x, plan, positions, docs, use_reentrant=False, **again)
 
     def apply_to(self, x: Tensor, plan: Plan | None, positions: Tensor | None, docs: Docs | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), plan, positions, docs)
@@ -96,11 +101,11 @@ class Head(nn.Linear):
 class Decoder(nn.Module):
     """Logits [B, T, V] of the next token; or its cross entropy [B, T], where the labels are given."""
 
-    def __init__(self, model: Model, recompute: str = "none"):
+    def __init__(self, model: Model, recompute: str = "none", offload: bool = False):
         super().__init__()
         self.embed = nn.Embedding(model.vocab, model.dim)
         self.blocks = nn.ModuleList(
-            Block(model, recompute, linear=(i + 1) % model.softmax_every != 0) for i in range(model.layers)
+            Block(model, recompute, (i + 1) % model.softmax_every != 0, offload) for i in range(model.layers)
         )
         self.norm = nn.RMSNorm(model.dim)
         self.head = Head(model.dim, model.vocab, bias=False)

@@ -43,7 +43,7 @@ def build(config: Train, device: torch.device, mesh: Any = None) -> Decoder:
     seed, layers = config.seed, config.model.layers
     place = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     with torch.device("meta"):
-        decoder = Decoder(config.model, config.strategy.recompute)
+        decoder = Decoder(config.model, config.strategy.recompute, config.strategy.offload)
     for name in (*(f"blocks.{i}" for i in range(layers)), "embed", "norm", "head", ""):  # the whole comes last
         module = decoder.get_submodule(name)
         module.to_empty(device=device, recurse=name != "")

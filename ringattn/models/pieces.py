@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ringattn.torch.attention.public
 import ringattn.torch.linear.public  # noqa: F401 (their ops are named below)
+from ringattn.models.offload import keep_too
 
 LOGITS = 2**28  # the most logits at a time
 
@@ -136,4 +137,6 @@ def keep_attention(*others: Any) -> Any:
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts = create_selective_checkpoint_contexts(policy)
+    keep_too(contexts[0])
+    return contexts

@@ -65,6 +65,7 @@ class Spread(Value):
     linear: bool = False  # whether it has layers of linear attention
     averaged: bool = False  # whether gradients are averaged over ranks afterwards, instead of summed
     compare: bool = True  # whether ranks compare what they are given
+    offload: bool = False
     plans: dict[int, Plan] = field(default_factory=dict)  # by length, the first one first
 
     @property
@@ -112,6 +113,12 @@ def inner(model: Any) -> Any:
     while "_orig_mod" in getattr(model, "_modules", {}):
         model = model._orig_mod
     return inner(model.get_base_model()) if hasattr(model, "get_base_model") else model
+
+
+@torch.compiler.disable
+def compiled(model: Any) -> bool:
+    running = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    return running or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
 def source_of(plan: Any, axes: Mapping[str, Any] | None, seq_len: int | None) -> Plan | Choice:

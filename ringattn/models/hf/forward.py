@@ -21,7 +21,7 @@ from ringattn.models.hf import memory as hf_memory
 from ringattn.models.hf import trl as hf_trl
 from ringattn.models.hf import vision as hf_vision
 from ringattn.models.hf.attention import Call
-from ringattn.models.hf.choice import Choice, attention_of
+from ringattn.models.hf.choice import Choice, attention_of, compiled
 from ringattn.models.hf.packed import counted, documents, given_documents, places, refuse_mask
 from ringattn.models.hf.refusals import accepted, refuse_other_attention, refuse_other_loss
 from ringattn.models.hf.targets import Kept, changed, kept, targets_of, wanted, with_loss
@@ -58,7 +58,7 @@ def forward(
     batch: Dealt = self.ringattn_last
     mask = None if head else attention_mask  # TRL's labels ignore padding
     asked = wanted(targets_of(labels, shift_labels, mask, docs), batch, self.ringattn.compare)
-    with hf_vision.cutting(self, later):
+    with hf_vision.cutting(self, later), hf_memory.offloading(self):
         if head:
             return hf_trl.log_probs(self, given, asked, shift_labels is not None, num_items_in_batch)
         kept = few(self, logits_to_keep, batch.plan, following, given)
@@ -170,11 +170,6 @@ def dealt_out(model: Any, batch: Dealt, attention_mask: Tensor | None) -> Dealt:
         return batch
     real = None if attention_mask is None else attention_mask.bool().numpy(force=True)
     return dealt(plan, docs, attention_of(model).get("spec", AttentionSpec()), batch.shape, real)
-
-
-def compiled(model: Any) -> bool:
-    running = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-    return running or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
 @torch.compiler.disable

@@ -5,6 +5,9 @@ computes in float32, and a token's logits are as many as there are words. All ar
 computed for a few tokens at a time, and again in backward.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -12,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.models.hf.choice import inner
+from ringattn.models.hf.choice import compiled, inner
 from ringattn.models.hf.targets import Wanted, changed
 from ringattn.models.loss import token_losses
+from ringattn.models.offload import offloaded
 from ringattn.models.pieces import LOGITS, tokens_at_once
 from ringattn.models.pieces import in_pieces as applied
 
 NAMES = "mlp", "feed_forward"  # of a decoder layer's MLP
+RECOMPUTED, WRAPPED = "_gradient_checkpointing_func", "checkpoint_fn"  # of transformers' layers, of torch's wrappers
 NUMBERS = 2**26  # the most of an MLP's hidden layer, or a norm's, at a time
 
 
@@ -122,6 +127,25 @@ def run(model: Any, given: dict[str, Any], asked: Wanted | None) -> Any:
     if head["ringattn_cast"]:
         return changed(output, logits=BeforeCast.apply(result, made))
     return model.local_forward(**given)
+
+
+@contextmanager
+def offloading(model: Any) -> Iterator[None]:
+    """Within it, what recomputed layers keep for backward is offloaded, if the model was prepared so."""
+    found: list[Any] = []
+    if model.ringattn.offload and model.training and torch.is_grad_enabled():
+        modules = [vars(m) for m in model.modules()]
+        name = WRAPPED if any(WRAPPED in m for m in modules) else RECOMPUTED
+        found = [(m, m[name]) for m in modules if name in m and m.get("gradient_checkpointing", True)]
+        if not found or compiled(model):
+            raise ValueError("offload=True takes model.gradient_checkpointing_enable(), and no torch.compile")
+    try:
+        for module, checkpoint in found:
+            module[name] = partial(offloaded, checkpoint)
+        yield
+    finally:
+        for module, checkpoint in found:
+            module[name] = checkpoint
 
 
 class BeforeCast(torch.autograd.Function):

@@ -31,6 +31,7 @@ def prepare(
     over: Sequence[Any] = (),
     compare: bool = True,
     averaged: bool = False,
+    offload: bool = False,
 ) -> nn.Module:
     """The same model, whose `forward` takes whole sequences and computes this rank's tokens.
 
@@ -48,7 +49,7 @@ def prepare(
     `over` are further axes to average over (a data axis), or their names in the mesh. Within peft's adapters or
     torch.compile, the inner model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of
     its config. Token ids and labels are compared between the ranks of the plan, at first and then now and then, unless
-    `compare` is False.
+    `compare` is False. `offload` has what recomputed layers keep for backward wait on the host while others run.
     """
     bare = inner(model)
     source = source_of(plan, axes, seq_len)
@@ -68,7 +69,7 @@ def prepare(
         replace(layer, forward=hf_linear.spread(layer))
     replace(
         bare,
-        ringattn=Spread(source, over, is_counted(bare), bool(linear), averaged, compare),
+        ringattn=Spread(source, over, is_counted(bare), bool(linear), averaged, compare, offload),
         ringattn_last=None,  # the latest batch, a Dealt
         ringattn_fused=None,  # the forward that TRL put around this one
         ringattn_configs=configs,

@@ -29,7 +29,7 @@ CONTEXT = "cp"
 
 def over_ranks(
     accelerator: A, *, seq_len: int | None = None, ulysses: int | None = None, strategy: str = "auto",
-    layout: str = "auto",
+    layout: str = "auto", offload: bool = False,
 ) -> A:  # fmt: skip
     """The same accelerator, whose `prepare` also calls `hf.prepare`, over its context-parallel ranks.
 
@@ -37,7 +37,7 @@ def over_ranks(
     mesh, and gradients are right after DDP or FSDP averages them. Batches are whole also inside of
     `maybe_context_parallel`, which does nothing. The plan is chosen by predicted time, for `seq_len` tokens or the
     length of the first batch, as far as `ulysses` (how many of the ranks are Ulysses ranks), `strategy` and `layout`
-    leave a choice; they are those of `ringattn.plan`.
+    leave a choice; they are those of `ringattn.plan`. `offload` is that of `hf.prepare`.
     """
     size = getattr(getattr(accelerator, "parallelism_config", None), "cp_size", 1)
     if size < 2:
@@ -54,7 +54,7 @@ def over_ranks(
         """What `Accelerator.prepare` calls before it wraps models in FSDP or DDP."""
         for arg in args:
             if isinstance(arg, nn.Module):
-                prepare_for(accelerator, arg, ulysses, seq_len=seq_len, strategy=strategy, layout=layout)
+                prepare_for(accelerator, arg, ulysses, offload, seq_len=seq_len, strategy=strategy, layout=layout)
         return args
 
     accelerator._prepare_cp = prepare_models  # type: ignore[attr-defined]
@@ -62,7 +62,9 @@ def over_ranks(
     return accelerator
 
 
-def prepare_for(accelerator: Any, model: nn.Module, ulysses: int | None = None, **choices: Any) -> None:
+def prepare_for(
+    accelerator: Any, model: nn.Module, ulysses: int | None = None, offload: bool = False, **choices: Any
+) -> None:
     """`hf.prepare` over the ranks of the accelerator's mesh, unless the model is prepared for as many."""
     mesh = accelerator.torch_device_mesh
     size = meshes.axis_size(mesh, CONTEXT)
@@ -78,7 +80,7 @@ def prepare_for(accelerator: Any, model: nn.Module, ulysses: int | None = None, 
     axes: Any = {"sequence": CONTEXT}
     if ulysses is not None:
         mesh, axes = meshes.split(mesh, CONTEXT, {"ring": size // ulysses, "ulysses": ulysses}), None
-    hf_model.prepare(model, Choice(mesh, axes, **choices), over=over, averaged=True)
+    hf_model.prepare(model, Choice(mesh, axes, **choices), over=over, averaged=True, offload=offload)
 
 
 class OverRanks(hf_trl.Answers):
