@@ -115,7 +115,6 @@ def inner(model: Any) -> Any:
     return inner(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
-@torch.compiler.disable
 def compiled(model: Any) -> bool:
     running = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
     return running or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
