@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 benchmarks/qwen3_8b.py way=accelerate tokens=131072
     torchrun --nproc-per-node 2 benchmarks/qwen3_8b.py documents=8192 window=4096
 
-All ways have FSDP2 by accelerate, which computes in bf16 (`weights` are those that AdamW keeps), the same random weights
-and tokens, and MLPs, norms and loss in pieces (hf.in_pieces). On a CPU the model is tiny.
+All ways have FSDP2 by accelerate, which computes in bf16 (`weights` are those that AdamW keeps), the same random
+weights and tokens, and MLPs, norms and loss in pieces (hf.in_pieces). On a CPU the model is tiny, and accelerate's own
+way cannot.
 
     ringattn     hf.over_ranks; recompute=all_but_attention keeps attention (hf.keep_attention)
     accelerate   its own context parallelism (torch's); recompute=all, by accelerate, and its own offload

@@ -1,7 +1,9 @@
 """What recomputation keeps waits on the host: the same bits, and when it leaves and comes back."""
 
 import dataclasses
+import json
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ringattn.comms.local import run
 from ringattn.conf import schema
 from ringattn.launch.train import estimate, parallelize
 from ringattn.models import offload
+from tests.launched import launched
 from tests.training import TINY, over, where
 
 AGAIN = {
@@ -116,6 +119,16 @@ def test_training_from_the_host_has_the_same_losses_and_less_on_the_device(tmp_p
     for wrong in (where(offload=True), dataclasses.replace(ways["cheap host"], compile=True)):
         with pytest.raises(ValueError, match=r"takes strategy\.recompute=cheap or block, and"):
             schema.check(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["documents=24", "window=9", "recompute=all"]], ids=["whole", "packed"])
+def test_the_benchmark_of_a_whole_model_runs_on_cpus(words, tmp_path):
+    script = Path(__file__).parent.parent / "benchmarks" / "qwen3_8b.py"
+    given = ["tokens=96", "layers=3", f"out={tmp_path}/rows.jsonl", *words]
+    launched(script, given, 2, tmp_path)
+    row = json.loads((tmp_path / "rows.jsonl").read_text())
+    assert row["losses"][-1] < row["losses"][0] and len(row["times_s"]) == 3 and row["layers"] == 3
 
 
 @pytest.mark.gpu
