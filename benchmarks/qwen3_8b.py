@@ -106,12 +106,13 @@ def measured(options: Options, device: torch.device, on_gpu: bool) -> dict[str, 
 
 
 def made(options: Options, device: torch.device, tiny: bool) -> Any:
-    sizes = {**QWEN, **(TINY if tiny else {}), "num_hidden_layers": options.layers, "use_cache": False}
-    window: dict[str, Any] = {"layer_types": ["sliding_attention"] * options.layers, "sliding_window": options.window}
-    window = {**window, "use_sliding_window": True} if options.window else {}
+    sizes: dict[str, Any] = {**QWEN, **(TINY if tiny else {}), "num_hidden_layers": options.layers, "use_cache": False}
+    if options.window:
+        kinds = ["sliding_attention"] * options.layers
+        sizes |= {"layer_types": kinds, "sliding_window": options.window, "use_sliding_window": True}
     torch.manual_seed(0)
     with device:
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **window, max_position_embeddings=options.tokens))
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, max_position_embeddings=options.tokens))
     return hf.in_pieces(model.to(getattr(torch, options.weights)).train())
 
 
