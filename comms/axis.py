@@ -167,6 +167,7 @@ class Axis(Protocol):
     size: int
     rank: int
     by: str  # the transport, for people to read
+    replayable: bool = False  # whether graphs with its transfers can be replayed, and a rank that is lost then named
     cheap_words: bool  # whether exchange_words is cheap compared with a call
     hosts: int  # the number of hosts, if each holds equally many consecutive ranks; else, or if unknown, 0
 

@@ -13,7 +13,8 @@ kernel has ended; and so are several small copies over links, from all ranks at 
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -29,7 +30,7 @@ from ringattn.comms.memory import MAX_RUNS, Piece, batches, count_runs, joined, 
 from ringattn.comms.moves import Moves
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.process_group import alive, hosts_of
-from ringattn.comms.watch import Watch
+from ringattn.comms.watch import Record, Watch
 
 OUTBOXES: list[Any] = []  # outboxes, which live as long as the process, because other processes map them
 CONNECTED: Any = WeakKeyDictionary()  # connections by the group of all ranks, then by the ranks of a group
@@ -63,13 +64,14 @@ class Flight:
     def __del__(self) -> None:
         """Without a wait, since an error came first: the memory is released when the lanes are done with it."""
         if self.tensors and not sys.is_finalizing():
-            (self.end or self.lanes.finish()).settle()
+            with suppress(RuntimeError):  # of a capture that failed
+                (self.end or self.lanes.finish()).settle()
 
 
 class SymmetricAxis(Moves):
     """GPUs of one host in group order. All transfers are moves; words go through the process group."""
 
-    by, cheap_words, hosts = "symmetric memory", False, 1
+    by, cheap_words, hosts, replayable = "symmetric memory", False, 1, True
 
     def __init__(
         self, peers: Peers, watch: Watch, words: Callable[[Any], list[Any]], name: str = "ring", group: Any = None
@@ -112,6 +114,36 @@ class SymmetricAxis(Moves):
         if out:
             self.lanes.precede(OUT)
         return Afterwards(fetched)
+
+    @contextmanager
+    def recording(self, record: Record) -> Iterator[None]:
+        """While a graph is captured. Its transfers use the slots that are next, as on all ranks, but happen later."""
+        sent, received, self.watch.record = self.peers.sent.copy(), self.peers.received.copy(), record
+        try:
+            self.lanes.start(self.lanes.now())
+            for lane in (OUT, IN):
+                self.lanes.set(lane, record.address + 4 * lane, 0)
+            yield
+        finally:
+            self.peers.sent, self.peers.received, self.watch.record = sent, received, None
+            with suppress(RuntimeError):  # of a capture that is broken, whose end says so
+                self.lanes.finish().wait()  # a capture can only end with all streams that take part
+            for queued in self.lanes.queued:  # then also signals that would come too late
+                queued.clear()
+
+    @contextmanager
+    def replaying(self, record: Record) -> Iterator[None]:
+        """While a graph is launched: after all transfers so far, whatever their stream, and before all later ones."""
+        self.watch.check()
+        self.lanes.finish().wait()
+        record.replays += 1
+        self.watch.follow(record.counts, 2, record.replays, record)  # now: the body may wait for the device
+        try:
+            yield
+        finally:
+            self.lanes.start(self.lanes.now())
+            self.lanes.set(OUT, record.address + 8, record.replays)
+            self.lanes.flush(OUT)
 
     def after_sends(self) -> None:
         self.lanes.precede(OUT)

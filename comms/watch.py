@@ -6,15 +6,34 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from ringattn.comms.engines import IN, RELEASE, Lanes
+from ringattn.comms.engines import IN, OUT, RELEASE, Lanes
 from ringattn.comms.lost import with_first_loss
 from ringattn.comms.outbox import Outbox
 
 T = TypeVar("T")
+
+
+Wait = tuple[int, int, str]  # the lane, the peer, and what it waits for
+
+
+class Record:
+    """The waits of a captured graph. A lane counts those that are over in the current replay, from 0 in each."""
+
+    def __init__(self) -> None:
+        counts = torch.zeros(3, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
+        self.counts, self.address = counts.numpy(), counts.data_ptr()  # of both lanes, and how many replays are over
+        self.waits: tuple[list[Wait], list[Wait]] = ([], [])
+        self.replays = 0  # that were launched
+
+    def current(self) -> Wait:
+        """The first wait that is not over: of what arrives, if there is one. A graph may have none."""
+        ahead = [wait for lane in (IN, OUT) for wait in self.waits[lane][int(self.counts[lane]) :][:1]]
+        return (ahead or self.waits[IN] or self.waits[OUT] or [(IN, 0, "a graph")])[0]
 
 
 class Watch:
@@ -29,18 +48,26 @@ class Watch:
         self.done_counts = counts.numpy()  # [2, size]: waits that are over, by lane and peer; the lanes write them
         self.address = counts.data_ptr()
         self.expected: Counter[tuple[int, int]] = Counter()
-        self.open: deque[tuple[float, int, int, int, str]] = deque()  # end, lane, peer, number, purpose
+        self.open: deque[tuple[float, Any, Any, int, Wait | Record]] = deque()  # end, counts, at, number, what
         self.error: str | None = None
+        self.record: Record | None = None  # of the graph that is captured
         self.thread: threading.Thread | None = None
 
     def expect(self, lane: int, peer: int, what: str) -> None:
         """Note that the lane now waits for that peer, and let it write here when the wait is over."""
         if self.lanes.capturing():
+            if self.record is not None:  # else the graph is the user's
+                waits = self.record.waits[lane]
+                waits.append((lane, peer, what))
+                self.lanes.set(lane, self.record.address + 4 * lane, len(waits))
             return
         self.expected[lane, peer] += 1
         number = self.expected[lane, peer]
         self.lanes.set(lane, self.address + 4 * (lane * self.size + peer), number)
-        self.open.append((time.monotonic() + self.timeout, lane, peer, number, what))
+        self.follow(self.done_counts, (lane, peer), number, (lane, peer, what))
+
+    def follow(self, counts: Any, at: Any, number: int, what: Wait | Record) -> None:
+        self.open.append((time.monotonic() + self.timeout, counts, at, number, what))
         if self.thread is None:
             self.thread = threading.Thread(target=self.run, daemon=True)
             self.thread.start()
@@ -64,12 +91,13 @@ class Watch:
                 self.lanes.attach()
 
     def done(self) -> bool:
-        _, lane, peer, number, _ = self.open[0]
-        return int(self.done_counts[lane, peer]) >= number
+        _, counts, at, number, _ = self.open[0]
+        return int(counts[at]) >= number
 
     def report(self, turn: float) -> str:
         """The error that names the peer of the first open wait, and the first loss that any rank has reported."""
-        _, lane, peer, _, what = self.open[0]
+        waited = self.open[0][-1]
+        lane, peer, what = waited.current() if isinstance(waited, Record) else waited
         way = "nothing came from" if lane == IN else "nothing was taken by"
         mine = (
             f"rank {self.outbox.rank} of {self.size}: {way} rank {peer} within {self.timeout:g} s"

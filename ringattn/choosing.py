@@ -15,8 +15,9 @@ from ringattn.masks.slices import Mask
 from ringattn.masks.spec import AttentionSpec, Docs, raise_if
 from ringattn.plans.candidates import Asked, compared, factored, first
 from ringattn.plans.explain import Option, data_of, kernel_report, sentence, table, ways_report
+from ringattn.plans.graphs import in_words
 from ringattn.plans.machine import Machine, chip_here, load, of_device
-from ringattn.plans.plan import Plan
+from ringattn.plans.plan import GRAPHS, Plan
 from ringattn.plans.ranks import Ranks, one_rank
 from ringattn.plans.sizes import Transport, dtype_name
 
@@ -39,6 +40,7 @@ def plan(
     deterministic: bool = False,
     transport: Transport | None = None,
     axes: Mapping[str, Any] | None = None,
+    graphs: str = GRAPHS,
     saved_as: str | None = None,
     machine: str | Path | Machine | None = None,
     **unknown: Any,
@@ -52,9 +54,9 @@ def plan(
     heads). Every rank must make the same plan; `explain()` shows the candidates and why this one was chosen. With
     `docs`, or the `mask` in their place, the layout is chosen for them. With `deterministic` only kernels run whose
     gradients have the same bits in every run, as also under torch.use_deterministic_algorithms. `transport` is how
-    blocks travel over a torch mesh. `saved_as` is the name of attention's results for policies of jax.checkpoint.
-    `machine` is a description by which times are predicted, a name or a file; by default that of this machine. The same
-    on every rank.
+    blocks travel over a torch mesh. With `graphs="auto"` short calls that repeat run as CUDA graphs. `saved_as` is the
+    name of attention's results for policies of jax.checkpoint. `machine` is a description by which times are predicted,
+    a name or a file; by default that of this machine. The same on every rank.
     """
     raise_if(of_unknown("plan", unknown) or of_mask(mask, docs))
     raise_if(of_arguments(spec=spec, docs=docs, transport=transport))
@@ -68,6 +70,7 @@ def plan(
         value_dim=value_dim,
         kernel=kernel,
         deterministic=deterministic,
+        graphs=graphs,
         saved_as=saved_as,
         machine=of_device(target.device, target.chip) if machine is None else load(machine),
         axes=Ranks(None, None, target.framework, target.device, here=False),
@@ -180,7 +183,7 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
 def report_of(best: Plan, options: Sequence[Option], asked: Asked, notes: Sequence[str]) -> tuple[Any, ...]:
     """What `explain` shows of this choice: lines, and plain values."""
     machine, gpus = asked.machine, asked.gpus or asked.machine.gpus
-    lines = [*ways_report(best, asked.shape), *notes]
+    lines = [*ways_report(best, asked.shape), *in_words(best, asked.shape, asked.spec, asked.docs), *notes]
     if not options:
         missing = "no prediction: give heads=(query, key) and head_dim to compare candidates"
         return (str(best), missing, *lines), {}

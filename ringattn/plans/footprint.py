@@ -91,8 +91,10 @@ class Parts:
         self.nbytes, self.summed = np.where(of, self.whole, self.nbytes), np.maximum(self.summed, of)
 
 
-def peak(plan: Plan, shape: Shape, steps: Steps, kernel: str, low_precision: bool, mostly_local: bool) -> float:
-    """Bytes of the rank that holds most."""
+def peak(
+    plan: Plan, shape: Shape, steps: Steps, kernel: str, low_precision: bool, mostly_local: bool, replays: bool = False
+) -> float:
+    """Bytes of the rank that holds most. CUDA graphs that it `replays` have inputs and results of their own."""
     item, batch, groups = shape.itemsize, shape.batch, plan.groups_for(shape) if plan.swaps else 1
     heads, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
     shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < groups
@@ -112,6 +114,7 @@ def peak(plan: Plan, shape: Shape, steps: Steps, kernel: str, low_precision: boo
     given += local * batch * shape.heads * (4 if item == 2 else 8)  # the lse
     if plan.ulysses > 1:  # what entered is kept
         given += groups * n * (each.q + each.out) + (1 if shared else groups) * keys * each.kv
+    given += replays * (2 * given + shape.kv_bytes(plan.keys.local_len, shape.kv_heads))
     if plan.strategy == "gather" and plan.ring > 1:
         return given + gather_peak(each, plan.ring, groups, not plan.keys.tokens.in_order)
     live = Live(np.zeros(len(steps.readers)))
@@ -128,7 +131,8 @@ def bound(plan: Plan, shape: Shape, steps: Steps) -> float:
     keys, kv_heads = plan.keys.tokens.shard_len, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
     keys = keys * plan.ring if plan.strategy == "gather" else keys + int(steps.received.max())
     repeated = shape.kv_bytes(keys, shape.heads // plan.ulysses)
-    return 8.0 * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads)) + 3.0 * repeated
+    times = 8.0 if plan.graphs == "off" else 14.0
+    return times * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads)) + 3.0 * repeated
 
 
 def replay_ring(live: Live, each: Sizes, steps: Steps) -> None:

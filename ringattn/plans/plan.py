@@ -21,6 +21,7 @@ from ringattn.plans.ranks import NOT_HERE, Ranks
 from ringattn.plans.sizes import Transport, groups_problem, heads_of, heads_problem, size_of
 
 STRATEGIES = ("ring", "gather", "ulysses")
+GRAPHS = "off"  # the default of `graphs`
 MAX_GROUPS = 4
 MESSAGES_A_GROUP, WORK_A_GROUP = 12, 0.0052  # the cost of one more: latencies, part of attention's time (2 H200s)
 MAX_PLANS = 256  # of whose calls it is known that all ranks agreed on them
@@ -44,6 +45,7 @@ class Plan(Value):
     docs: Docs | None = None  # the documents that the layout is made for: see for_docs
     work: AttentionSpec | None = None  # layout="balanced": the attention whose work is dealt out equally
     deterministic: bool = False  # only kernels whose results have the same bits in every run
+    graphs: str = GRAPHS  # over GPUs in torch: "auto" captures short calls that repeat as CUDA graphs, or "off"
     saved_as: str | None = None  # in JAX: the name of attention's results for policies of jax.checkpoint
     machine: Machine = field(default=None, repr=False)  # type: ignore[assignment]  # None: the shipped one of the device
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
@@ -70,6 +72,8 @@ class Plan(Value):
                 f"strategy='ulysses' means a ring axis of size 1, and the mesh has ring={ring}; use "
                 f"init_mesh(ulysses={ring * ulysses}), or strategy='ring' for the hybrid of both"
             )
+        if self.graphs not in (("off", GRAPHS) if self.framework == "jax" else ("auto", "off")):
+            yield f"graphs={self.graphs!r}: choose auto, in torch alone, or off"
         if self.layout not in MAKERS:
             yield f"layout={self.layout!r}: choose one of auto, {', '.join(MAKERS)}"
         laid_out = self.docs is not None or MAKERS[self.layout].by_work
@@ -316,6 +320,7 @@ class Plan(Value):
     def explain(self, json: bool = False) -> str:
         """Why this plan was chosen, the candidates with what they take, and which kernel runs; or all as JSON."""
         lines, data = self.report() if self.report else ((), {})
+        lines = [*lines, *[str(graphs) for graphs in [self.axes.kept.get("graphs")] if graphs]]
         return dumps({"plan": str(self), **data, "lines": lines}, indent=1) if json else "\n".join(lines or [str(self)])
 
     def __str__(self) -> str:

@@ -19,6 +19,7 @@ from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import Shape, kv_heads_of_a_rank, of_heads
 from ringattn.plans.course import Ring, Steps, course
 from ringattn.plans.footprint import bound, peak
+from ringattn.plans.graphs import why_not
 from ringattn.plans.machine import Machine
 from ringattn.plans.plan import Plan
 from ringattn.plans.recipe import see_mostly_local
@@ -201,5 +202,6 @@ def predict(
         both.append(one_pass(plan, shape, steps, machine, Pass(plan, shape, spec, docs, machine, rates, back), back))
     work = steps.pairs.sum(1)
     mostly_local = see_mostly_local(spec, docs, shape.batch, plan.tokens.shard_len)
-    count = partial(peak, plan, shape, steps, rates.kernel, rates.low_precision, mostly_local)
+    replays = why_not(plan, shape, spec, docs) is None
+    count = partial(peak, plan, shape, steps, rates.kernel, rates.low_precision, mostly_local, replays)
     return Cost(both[0], both[1], count, bound(plan, shape, steps), float(work.max() / max(work.mean(), 1.0)))

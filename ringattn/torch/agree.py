@@ -36,6 +36,7 @@ def describe(
         "route": f"{how.route} {how.hosts} {how.together} {how.groups}",
         "transport.grads": how.grads,
         "machine": plan.machine.label,
+        "graphs": plan.graphs,
         "spec": str(spec),
         "plan.work": str(plan.work),
     }

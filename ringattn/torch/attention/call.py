@@ -15,11 +15,13 @@ from ringattn.kernels import BY_NAME, lacking
 from ringattn.kernels.intervals import Intervals
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import Shape
+from ringattn.plans.graphs import why_not
 from ringattn.plans.mask import Mask
 from ringattn.plans.plan import Plan
 from ringattn.plans.recipe import Pass, Recipe
 from ringattn.steps.rank import Step
 from ringattn.torch import agree, check
+from ringattn.torch.attention.graphs import Graphs
 from ringattn.torch.attention.steps import Score, arch_of, score_with, sight_of
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.sharding import real_queries, real_tokens, shard_order_of, swapped_of
@@ -57,6 +59,7 @@ class Call:
         self.padded = self.real is not None or real_keys is not None  # whether this rank must clear padding
         self.words: agree.Words = {}  # what the ranks compare
         self.compared = agree.watched(plan)  # whether they compare it in every call
+        self.graphs = None if lse or why_not(plan, recipe.shape, mask.spec, mask.docs) else Graphs()
 
     @cached_property
     def forward(self) -> Bound:

@@ -3,6 +3,7 @@
 B batch   T this rank's tokens   H query heads   G key/value heads   D head dim   V value dim
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat, zip_longest
 from typing import Any
@@ -38,15 +39,22 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(sinks, *kept if call.ulysses.size > 1 else (q, k, v, out, lse, *kept))
         return out, lse
 
-    def run_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def run_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         sinks, *kept = ctx.saved_tensors
         dq, dk, dv, dsinks = backward(ctx.call, kept, sinks, dout, dlse)
         return None, dq, dk, dv, dsinks
 
-    backward = first_order(run_backward, "ringattn.attention")
+    backward = first_order(run_gradients, "ringattn.attention")
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
+    """`run_forward`, or a replay of it."""
+    run, given = functools.partial(run_forward, call), (q, k, v, sinks)
+    out, lse, *kept = run(*given) if call.graphs is None else call.graphs.run(call, "forward", run, *given)
+    return out, lse, kept
+
+
+def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
     """(out in q's dtype, lse) of this rank's queries over all keys, and what backward needs of the heads that entered.
 
     While one group of heads is computed, the next one enters and the previous one leaves.
@@ -64,7 +72,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
             out, lse, kept = swapped(call, q, k, v, sinks)
         if call.padded:
             out, lse = cleared(out, call.real), cleared(lse, call.real, NEVER)
-        return out.contiguous(), by_heads(lse), kept
+        return [out.contiguous(), by_heads(lse), *kept]
 
 
 def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
@@ -95,7 +103,7 @@ def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 def backward(
     call: Call, kept: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsinks) in the dtypes of their inputs, accumulated in float32 on the way."""
+    """(dq, dk, dv, dsinks) of gradients that may be missing on some ranks: `run_backward`, or a replay of it."""
     if call.compared:  # one rank may run its backward twice while others go on
         agree(call.plan, {"call": "backward of attention"})
     rows = call.shape.batch, call.plan.local_len, call.shape.heads
@@ -104,6 +112,16 @@ def backward(
     if dlse is None and call.exchanges_dlse:
         dlse = kept[0].new_zeros(rows)
     dlse = None if dlse is None else dlse.to(accumulator(dout))
+    given: list[Any] = [dout, sinks, *kept]
+    run = functools.partial(run_backward, call, dlse)  # dlse is None if it is captured
+    dq, dk, dv, dsinks = run(*given) if call.graphs is None else call.graphs.run(call, "backward", run, *given)
+    return dq, dk, dv, dsinks
+
+
+def run_backward(
+    call: Call, dlse: Tensor | None, dout: Tensor, sinks: Tensor | None, *kept: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsinks) in the dtypes of their inputs, accumulated in float32 on the way."""
     with no_autocast(dout.device):
         if call.keeps_heads:
             q, k, v, out, lse, *arrived = kept

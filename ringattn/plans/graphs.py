@@ -1,0 +1,40 @@
+"""Whether calls that repeat run as CUDA graphs, and why not: the same on all ranks, since all replay or none."""
+
+from ringattn.masks.bands import work_of
+from ringattn.masks.spec import AttentionSpec, Docs
+from ringattn.plans.cost import Shape
+from ringattn.plans.mask import Mask, table_of
+from ringattn.plans.plan import Plan
+
+STEP_SECONDS = 5e-4  # in which the host launches a step of a pass
+EXCHANGES = 4  # steps that take the host as long as what Ulysses or gather exchanges
+
+
+def why_not(plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None = None) -> str | None:
+    """Why such calls are not captured; None if they are, where the GPU would wait for the host."""
+    ranks = plan.ring * plan.ulysses
+    if plan.graphs == "off" or plan.framework == "jax":
+        return "graphs='off'"
+    if plan.device != "cuda" or ranks == 1:
+        return "nothing travels between GPUs"
+    if docs is not None or plan.docs is not None:
+        return "documents are others in every batch"
+    for axis in plan.axes if plan.axes.here else ():
+        if axis.size > 1 and not axis.replayable:
+            return f"transfers over {axis.by} cannot be replayed, only those over symmetric memory"
+    pairs = int(work_of(spec, shape.seq_len, shape.key_len).below(shape.seq_len))
+    computes = shape.flops_a_pair * pairs / ranks / plan.machine.flops(shape.itemsize, ranks)
+    table = table_of(Mask(plan, spec), plan.hosts, plan.together(shape, back=False))
+    steps = 1 if plan.strategy == "gather" else table.count
+    launches = STEP_SECONDS * (steps * (plan.groups_for(shape) if plan.swaps else 1) + EXCHANGES * plan.swaps)
+    if computes >= launches:
+        return f"a GPU computes for {1e3 * computes:.3g} ms forward, which the host launches in {1e3 * launches:.2g} ms"
+    return None
+
+
+def in_words(plan: Plan, shape: Shape | None, spec: AttentionSpec, docs: Docs | None) -> list[str]:
+    """What `explain` says where graphs may be."""
+    if plan.graphs == "off" or plan.device != "cuda" or plan.framework == "jax":
+        return []
+    why = "give heads and head_dim" if shape is None else why_not(plan, shape, spec, docs)
+    return [f"CUDA graphs: {f'none ({why})' if why else 'a call that repeats is captured in its third run'}"]

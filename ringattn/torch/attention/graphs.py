@@ -1,0 +1,144 @@
+"""Short calls as CUDA graphs: the host launches one graph, not some forty kernels, copies and signals one by one.
+
+A pass of a kind of call that `ringattn.plans.graphs` allows is captured in its third run. In a replay inputs are copied
+to where the graph reads them, and results out of its memory, where the next replay writes: none of it is given to users
+or to autograd. So one graph serves all layers of a model, all in flight.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ringattn.comms.watch import Record
+from ringattn.plans.plan import Plan
+from ringattn.torch.agree import Words, compare, exchanged
+
+EAGER_RUNS = 2  # of a pass before it is captured: they compile its kernels, and fill its caches
+MAX_BYTES = 2**31  # of all graphs of a mesh: with more no graph is added
+BROKEN: list[torch.cuda.CUDAGraph] = []  # graphs whose capture did not end: torch's allocators may still ask them
+
+Run = Callable[..., Sequence[Any]]
+
+
+class Memory:
+    """The memory of all graphs of a mesh, which run in turn, as their transfers do."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)  # on which graphs are captured
+        self.pool: Any = (0, 0)
+        self.graphs: WeakSet[Graph] = WeakSet()  # calls hold them
+        self.problem: str | None = None  # the last one, for which some pass is not captured
+
+    @contextmanager
+    def capturing(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """What is launched meanwhile becomes the graph, and what is allocated belongs to the pool."""
+        if not self.graphs:  # torch ends a pool with its last graph
+            self.pool = torch.cuda.graph_pool_handle()
+        graph, device, collects = torch.cuda.CUDAGraph(), self.stream.device_index, gc.isenabled()
+        gc.disable()  # what it frees might wait for the device
+        try:
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(self.pool, capture_error_mode="thread_local")
+                try:
+                    yield graph
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # if the capture has ended
+                torch._C._cuda_endAllocateToPool(device, self.pool)  # else the allocator would defer all that it frees
+                BROKEN.append(graph)
+                torch._C._cuda_releasePool(device, self.pool)
+            raise
+        finally:
+            if collects:
+                gc.enable()
+
+    def segments(self) -> list[range]:
+        """The addresses of the pool."""
+        return [range(s["address"], s["address"] + s["total_size"]) for s in torch.cuda.memory_snapshot(self.pool)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.segments())) if self.graphs else 0
+
+    def __str__(self) -> str:
+        why = f"; not captured: {self.problem}" if self.problem else ""
+        return f"CUDA graphs of this mesh: {len(self.graphs)} passes of calls, {self.nbytes / 1e6:.1f} MB{why}"
+
+
+def room_for(x: Tensor) -> Tensor:
+    """Dense memory in the order of x. Not torch.empty, which a graph would fill under use_deterministic_algorithms."""
+    like = torch.empty_like(x, device="meta")
+    return x.new_empty(0).set_(torch.UntypedStorage(like.nbytes, device=x.device), 0, like.shape, like.stride())
+
+
+class Graph:
+    """A captured pass of a call."""
+
+    def __init__(self, run: Run, tensors: Sequence[Any], axes: Sequence[Any], memory: Memory):
+        self.axes, self.records = axes, [Record() for _ in axes]
+        with torch.inference_mode(False), torch.no_grad(), memory.capturing() as self.graph, ExitStack() as recording:
+            for axis, record in zip(axes, self.records, strict=True):
+                recording.enter_context(axis.recording(record))
+            given = [None if x is None else room_for(x) for x in tensors]
+            self.results = list(run(*given))
+        self.inputs = [x for x in given if x is not None]
+        made = [x.data_ptr() for x in (*self.inputs, *self.results) if x is not None and x.numel()]
+        segments = memory.segments()
+        if not all(any(address in segment for segment in segments) for address in made):
+            raise RuntimeError("memory is allocated from a pool of others (torch.cuda.use_mem_pool, reduce-overhead)")
+        memory.graphs.add(self)
+
+    def __call__(self, tensors: Sequence[Any]) -> list[Any]:
+        with ExitStack() as replaying:
+            for axis, record in zip(self.axes, self.records, strict=True):
+                replaying.enter_context(axis.replaying(record))
+            torch._foreach_copy_(self.inputs, [x for x in tensors if x is not None])
+            self.graph.replay()
+            return [None if x is None else x.clone() for x in self.results]
+
+
+class Graphs:
+    """Those of a bound call, by pass: how often each ran, then its graph, or None if it has none."""
+
+    def __init__(self) -> None:
+        self.runs = Counter[str]()
+        self.captured: dict[str, Graph | None] = {}
+
+    def run(self, call: Any, name: str, run: Run, *tensors: Tensor | None) -> Sequence[Any]:
+        """`run(*tensors)`, or a replay of it. Which of both follows from what all ranks do alike."""
+        axes = [axis for axis in (call.ring, call.ulysses) if axis.size > 1]
+        if axes[0].lanes.capturing():  # a user's graph
+            return run(*tensors)
+        self.runs[name] += 1
+        if self.runs[name] > EAGER_RUNS and name not in self.captured:
+            self.captured[name] = captured(call.plan, call.words | {"call": f"graph of {name}"}, run, tensors, axes)
+        graph = self.captured.get(name)
+        return run(*tensors) if graph is None else graph(tensors)
+
+
+def captured(plan: Plan, words: Words, run: Run, tensors: Sequence[Any], axes: Sequence[Any]) -> Graph | None:
+    """The graph of a pass, or None if a rank cannot capture it: all ranks replay it, or none.
+
+    Ranks compare what they capture: those that are not at the same call would wait for each other for ever.
+    """
+    kept, graph, problem = plan.axes.kept, None, None
+    memory: Memory = kept.get("graphs") or Memory(next(x.device for x in tensors if x is not None))
+    kept["graphs"] = memory
+    try:
+        if memory.nbytes > MAX_BYTES:
+            raise RuntimeError(f"other graphs have more than {MAX_BYTES / 2**30:.0f} GiB")
+        graph = Graph(run, tensors, axes, memory)
+    except RuntimeError as error:  # too little memory, or what a device cannot do while it captures
+        problem = str(error.__context__ or error).partition("\n")[0] or repr(error)  # the first error says more
+    everyone = exchanged(plan, {"words": words, "problem": None, "data": [], "has": problem})
+    compare({place: entry["words"] for place, entry in everyone.items()})
+    problems = [entry["has"] for entry in everyone.values() if entry["has"]]
+    memory.problem = problems[0] if problems else memory.problem
+    return None if problems else graph
