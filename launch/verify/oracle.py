@@ -105,7 +105,7 @@ def recurrence(case: Case, x: Named) -> tuple[Tensor, Tensor]:
     """S_t = exp(g_t) S_{t-1} + k_t^T u_t, and out_t = scale q_t S_t; u is v, or beta (v - k exp(g) S)."""
     q, k = (x[n].repeat_interleave(case.heads // case.kv_heads, 2) for n in "qk")
     scale = case.words.get("scale") or case.head_dim**-0.5
-    none = x["v"].new_zeros(case.heads, case.head_dim, case.value_dim)
+    none = x["v"].new_zeros(case.heads, case.head_dim, case.value_dim) + 0 * x["v"].sum()  # its gradient is 0, not none
     outs, ends = [], []
     for b, row in enumerate(documents(case)):
         states = [none] if case.state is None else [*x["state"].unflatten(0, (case.batch, -1))[b]]
