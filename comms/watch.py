@@ -16,8 +16,6 @@ from ringattn.comms.lost import with_first_loss
 from ringattn.comms.outbox import Outbox
 
 T = TypeVar("T")
-
-
 Wait = tuple[int, int, str]  # the lane, the peer, and what it waits for
 
 

@@ -29,9 +29,7 @@ from ringattn.plans.predict import BACKWARD
 
 SIZES = {"cpu": (1024, 256, 512), "cuda": (16384, 4096, 8192)}  # tokens of a call, of a window, rows of a product
 HEADS, DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
-MIN_SHARE_OF_SOLO_SPEED = (
-    0.9  # of the speed of one rank alone: from here on each of those that compute at once has a core to itself
-)
+MIN_SHARE_OF_SOLO_SPEED = 0.9  # of one rank alone: with more each of those that compute at once has a core to itself
 BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a transfer
 SHORT = 8  # tokens a rank of a call that takes as long as its launches
 REPEATS = 5

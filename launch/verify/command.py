@@ -132,8 +132,7 @@ def over_ranks(options: Options, work: Callable[[Any], Any], ring: int, ulysses:
     """What `work(mesh)` gives on the first rank, over those of torchrun or threads."""
     if dist.is_initialized():
         return work(mesh_of(ring=ring, ulysses=ulysses, device_type=options.device))
-    timeout = 300.0 if options.model else 60.0
-    return local.run(work, timeout, options.device, ring=ring, ulysses=ulysses)[0]
+    return local.run(work, 300.0 if options.model else 60.0, options.device, ring=ring, ulysses=ulysses)[0]
 
 
 def outcome(options: Options, case: Case) -> Outcome:

@@ -123,17 +123,11 @@ def numbers(model: Any, document: Tensor) -> Tensor:
     return torch.arange(document.shape[1], device=document.device)[None] if by_rule is None else by_rule
 
 
-def labels_of(documents: list[Tensor]) -> Tensor:
-    """The tokens; the first one of a document follows no token."""
-    return torch.cat([torch.cat([torch.full_like(x[:, :1], IGNORED), x[:, 1:]], 1) for x in documents], 1)
-
-
 def on_one_rank(model: Any, documents: list[Tensor]) -> Results:
     """The model itself on one rank: each document by itself."""
     outputs = [model(tokens, output_hidden_states=True, use_cache=False) for tokens in documents]
-    by_document = [[*each.hidden_states, each.logits] for each in outputs]
-    values = [torch.cat(x, 1) for x in zip(*by_document, strict=True)]
-    loss = F.cross_entropy(values[-1][0, :-1], labels_of(documents)[0, 1:], ignore_index=IGNORED)
+    values = [torch.cat(x, 1) for x in zip(*([*each.hidden_states, each.logits] for each in outputs), strict=True)]
+    loss = F.cross_entropy(torch.cat([x.logits[0, :-1] for x in outputs]), torch.cat([x[0, 1:] for x in documents]))
     loss.backward()
     return Results([x.detach() for x in (*values, loss)], gradients(model))
 
@@ -145,10 +139,11 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def one_rank(model: Any, documents: list[Tensor], mesh: Any) -> Results:
     """One rank of a prepared copy; what it gives is of the whole sequence."""
     tokens = torch.cat(documents, 1)
+    labels = torch.cat([F.pad(x[:, 1:], (1, 0), value=IGNORED) for x in documents], 1)  # a first token follows none
     plan = choosing.plan(mesh, seq_len=tokens.shape[1])
     positions = torch.cat([numbers(model, document) for document in documents], 1) if len(documents) > 1 else None
     model = hf_model.prepare(deepcopy(model), plan)
-    output = model(tokens, labels=labels_of(documents), position_ids=positions, output_hidden_states=True)
+    output = model(tokens, labels=labels, position_ids=positions, output_hidden_states=True)
     output.loss.backward()
     values = [plan.unshard(x.detach()) for x in (*output.hidden_states, output.logits)]
     totals = {name: over_axes(plan, torch.sum, share) for name, share in gradients(model).items()}

@@ -19,9 +19,7 @@ import numpy as np
 
 from ringattn.masks.bands import Work
 
-DEALT_FIRST_ABOVE = (
-    0.6  # of a rank's work: a document of more, or of more than half of its tokens, is dealt before others
-)
+DEALT_FIRST_ABOVE = 0.6  # of a rank's work: such a document, or one of over half of its tokens, is dealt before others
 LARGEST_PIECE = 0.75  # of a rank's work: the most that a piece of a long document has
 LARGEST_PAIR = 0.8  # of a rank's work: the most that a pair of blocks has, unless all ranks have one
 SMALLEST_PIECE = 0.1  # of the largest one
