@@ -104,9 +104,9 @@ def test_200_steps_hold_no_more_memory_and_the_end_of_calls_returns_it(determini
         assert finite and graphs == 0 and abs(end - middle) < 2**20 and 0 < held < 2**28 and after < end
 
 
-def one_dies(folder, place, victim):
-    """Replays without end; one rank is killed between two of them, the others write down their error and when."""
-    rank, plan = torch.distributed.get_rank(), planned(place)
+def one_dies(folder, place, victim, graphs):
+    """Calls, or replays, without end; one rank is killed between two, the others write down their error and when."""
+    rank, plan = torch.distributed.get_rank(), planned(place, graphs)
     q, k, v = (x.detach() for x in drawn(plan))
     for i in range(1000):
         if i == 6:
@@ -123,12 +123,13 @@ def one_dies(folder, place, victim):
     time.sleep(20)  # until all are ended
 
 
-@pytest.mark.parametrize("place, victim", [("ring", 1), ("ring of 4", 2)])
-def test_a_rank_that_is_killed_is_named_while_graphs_wait_for_it(place, victim, tmp_path):
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+@pytest.mark.parametrize("place, victim", [("ring", 1), ("ring of 4", 0), ("ring of 4", 2)])
+def test_a_rank_that_is_killed_is_named_by_all_others_in_time(place, victim, graphs, tmp_path):
     ranks = PLACES[place][0]
     with pytest.raises(RankError):
         run_processes(
-            one_dies, ranks, str(tmp_path), place, victim,
+            one_dies, ranks, str(tmp_path), place, victim, graphs,
             backend=backend_for(ranks, "symmetric"), collective_timeout=5.0, grace=12.0,
         )  # fmt: skip
     output = {int(p.name): p.read_text() for p in tmp_path.iterdir()}
