@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
 from tests import test_jax_programs as programs  # noqa: E402
-from tests.test_jax_programs import LIMIT, close, expect, through  # noqa: E402
+from tests.test_jax_programs import LIMIT, close, expect, gradients, through  # noqa: E402
 
 small, plan = programs.small, programs.plan
 
@@ -44,13 +44,11 @@ def test_inside_shard_map_it_takes_local_arrays(small, plan, check_vma):
     )
     assert (gather(plan.shard(small[0])) == small[0]).all()
 
-    def grads(f):
-        return jax.jit(jax.grad(lambda *x: (f(*x) ** 2).sum(), argnums=(0, 1, 2, 3)))(*small, sinks)
-
     def whole(q, k, v, s):
         return plan.unshard(inside(*map(plan.shard, (q, k, v)), s))
 
-    close(grads(whole), grads(lambda q, k, v, s: ra.attention(q, k, v, sinks=s)))
+    expected = gradients(lambda q, k, v, s: ra.attention(q, k, v, sinks=s))
+    close(jax.jit(gradients(whole))(*small, sinks), jax.jit(expected)(*small, sinks))
 
 
 @pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
@@ -179,19 +177,14 @@ def test_axes_of_both_kinds_may_be_mixed(square, kinds):
 @pytest.mark.slow
 def test_vmap_over_what_an_explicit_axis_cuts(square, attention):
     plan, (q, k, v), placed = square
-    rows = [x[:, None] for x in placed]
-
-    def grads(attention, *arrays):
-        return jax.jit(jax.grad(lambda *x: (attention(*x) ** 2).sum(), argnums=(0, 1, 2)))(*arrays)
-
     with jax.set_mesh(plan.ring_axis.mesh):
         over_rows = jax.vmap(partial(attention, plan=plan), spmd_axis_name="data")
-        found = jax.device_get(grads(over_rows, *rows))
-    close([x[:, 0] for x in found], grads(attention, q, k, v))
+        found = jax.device_get(jax.jit(gradients(over_rows))(*(x[:, None] for x in placed)))
+    close([x[:, 0] for x in found], jax.jit(gradients(attention))(q, k, v))
 
 
 AUTOMATIC = [  # what is computed, by which strategy, beside which other axis that cuts heads
-    (lambda *x, **given: jax.grad(lambda *x: (ra.attention(*x, **given) ** 2).sum(), (0, 1, 2))(*x), "ring", "tensor"),
+    (lambda *x, **given: gradients(partial(ra.attention, **given))(*x), "ring", "tensor"),
     (ra.attention, "gather", "ulysses"),
     (ra.linear_attention, "ring", "tensor"),
 ]
@@ -293,15 +286,11 @@ def test_without_a_plan_an_unknown_sharding_is_refused(small):
     expect(["head dim of q", "('b',)"], lambda: ra.attention(*spread(explicit, small, None, "a", None, "b")))
 
 
-def test_a_mesh_with_one_sequence_axis_is_factored_by_the_plan(small):
-    plan = ra.plan(rj.init_mesh(data=2, sequence=4), seq_len=30, heads=(4, 2), head_dim=8)
-    assert plan.ring * plan.ulysses == 4
-    close(through(plan)(*small), ra.attention(*small))
-
-
-def test_the_mesh_that_jax_holds_is_the_plans(small):
+def test_a_mesh_with_one_sequence_axis_is_factored_by_the_plan_whose_mesh_jax_must_hold(small):
     mesh = rj.init_mesh(data=2, sequence=4)
     plan = ra.plan(mesh, seq_len=30, heads=(4, 2), head_dim=8)
+    assert plan.ring * plan.ulysses == 4
+    close(through(plan)(*small), ra.attention(*small))
     cache = ra.KVCache.allocate(plan, batch=2, max_len=30, kv_heads=2, head_dim=8, dtype=jnp.float32)
     remedy = "with jax.set_mesh(plan.ring_axis.mesh)"
     with jax.set_mesh(mesh):
@@ -380,9 +369,5 @@ def test_an_uneven_length_is_not_gathered_by_the_compiler(capfd):
     mesh = rj.init_mesh(ring=2, ulysses=2, devices=jax.devices()[:4])
     plan = ra.plan(mesh, seq_len=61, layout="contiguous", strategy="ring")
     q, k, v = (jnp.full((1, 61, 6, 8), i) for i in (0.1, 0.2, 0.3))
-
-    def loss(q, k, v):
-        return (plan.unshard(ra.attention(*map(plan.shard, (q, k, v)), plan)) ** 2).sum()
-
-    assert all(jnp.isfinite(x).all() for x in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v))
+    assert all(jnp.isfinite(x).all() for x in jax.jit(gradients(through(plan)))(q, k, v))
     assert "rematerialization" not in capfd.readouterr().err

@@ -39,6 +39,11 @@ def through(plan, **given):
     return lambda q, k, v: plan.unshard(ra.attention(*map(plan.shard, (q, k, v)), plan, **given))
 
 
+def gradients(f):
+    """Of the sum of f's squares, by all its arguments."""
+    return lambda *given: jax.grad(lambda x: (f(*x) ** 2).sum())(given)
+
+
 def close(found, expected, limit=LIMIT):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert float(jnp.linalg.norm(a - b)) <= limit * float(jnp.linalg.norm(b))
@@ -86,20 +91,15 @@ def test_a_program_for_any_batch_may_be_exported(small):
         close(exported.call(q), program(q))
 
 
-def test_documents_may_be_traced(small, plan):
-    docs = ra.Docs.from_lengths([[10, 5, 15], [3, 20, 7]])
-    found = jax.jit(lambda docs, *x: through(plan, docs=docs)(*x))(docs, *small)
-    close(found, ra.attention(*small, docs=docs))
-
-
 @pytest.mark.parametrize(
     ("spec", "docs"),
     [
+        (ra.AttentionSpec(), ra.Docs.from_lengths([[10, 5, 15], [3, 20, 7]])),
         (ra.AttentionSpec(chunk=6, first=2), ra.Docs.from_lengths([[10, 5, 15], [3, 20, 7]])),
         (ra.AttentionSpec(window=4), ra.Docs.from_lengths([10, 20], prefix=[3, 0], spans=[(4, 9), (12, 29)])),
         (ra.AttentionSpec(), ra.Docs.tree([10, 5, 15], [-1, 0, 0])),
     ],
-    ids=["chunks", "spans", "tree"],
+    ids=["plain", "chunks", "spans", "tree"],
 )
 def test_masks_of_documents_that_are_arguments_of_a_program(small, plan, spec, docs):
     """Starts and spans may be traced, and then every hop that some documents may need is there."""
@@ -125,11 +125,8 @@ def test_a_sink_that_nobody_sees_has_no_gradient_beside_padding(small, plan):
 @pytest.mark.slow
 def test_vmap_over_a_batch_of_batches_with_gradients(small, plan):
     more = [jnp.stack([x, 2 * x, x + 1]) for x in small]
-
-    def grads(f):
-        return jax.jit(jax.vmap(jax.grad(lambda *x: (f(*x) ** 2).sum(), argnums=(0, 1, 2))))(*more)
-
-    close(grads(through(plan)), grads(ra.attention))
+    ours, expected = (jax.jit(jax.vmap(gradients(f))) for f in (through(plan), ra.attention))
+    close(ours(*more), expected(*more))
 
 
 @pytest.mark.slow

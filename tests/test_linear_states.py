@@ -36,9 +36,10 @@ BALANCED = [(4, 1, "balanced"), (3, 2, "balanced")]
 RULES = ({}, {"beta": True, "key_heads": 1})
 
 
-def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, scan="auto", **rule):
-    case, given, exact, _ = linear(place, gate, lengths, T, dtype, scan, states=states_of(lengths), **rule)
-    check_found(on_threads(case, given, exact), exact, limit, f"{case} {rule}")
+def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, scan="auto", kernel="auto", **rule):
+    rule = {"states": states_of(lengths)} | rule
+    case, given, exact, _ = linear(place, gate, lengths, T, dtype, scan, **rule)
+    check_found(on_threads(case, given, exact, kernel=kernel), exact, limit, f"{case} {rule}")
 
 
 @pytest.mark.parametrize("place", [*PLACES, *BALANCED], ids=str)
@@ -150,21 +151,11 @@ def test_from_a_state_a_row_the_documents_states_may_be_asked_for(place):
             torch.testing.assert_close(sum(a[7] for a in ours), torch.stack([total[0], total[3]]))
 
 
-def test_the_state_behind_an_empty_document_is_that_before_it():
-    given, lengths = inputs(T, "channel", states=8), PACKED
-    state = given["state"].requires_grad_()
-    x = [given[n] for n in "qkvg"]
-    _, end = ra.linear_attention(*x, docs=docs_of(lengths, T), initial_state=state, return_state=True)
-    assert torch.equal(end[[1, 7]], state[[1, 7]])
-    (grad,) = torch.autograd.grad(end, state, given["dend"])
-    assert torch.equal(grad[[1, 7]], given["dend"][[1, 7]])
-
-
-def test_a_loss_of_one_ranks_states_alone():
+@pytest.mark.parametrize("how", [{"return_state": True}, {"return_state": "documents", "docs": docs_of(PACKED, T)}])
+def test_a_loss_of_one_ranks_states_alone(how):
     """A rank whose loss takes neither outputs nor states has its part in everybody's gradients."""
-    given, docs = inputs(T, "channel"), docs_of(PACKED, T)
+    given = inputs(T, "channel")
     whole = given["k"].clone().requires_grad_()
-    how = {"docs": docs, "return_state": "documents"}
     _, end = ra.linear_attention(given["q"], whole, given["v"], given["g"], **how)
     end.square().sum().backward()
 
@@ -187,20 +178,17 @@ def test_rows_hold_at_most_twice_the_tokens_and_two_chunks_a_document(tokens, le
     assert sum(-(-x // length)) * length <= 2 * x.sum() + 128 * len(x)
 
 
-CALL = {n: x if x is None else x.float() for n, x in inputs(9, "head").items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lengths", "rule"),
+    ("place", "gate", "lengths", "rule"),
     [
-        (((9, 0, 31),), {}),
-        *((((100, 9, 12),), rule) for rule in RULES),  # of several rows: by maps
+        ((2, 1, "zigzag"), "channel", PACKED, {"states": B}),
+        ((1, 1, "auto"), "head", ((9, 0, 31),), {}),
+        *(((1, 1, "auto"), "head", ((100, 9, 12),), rule) for rule in RULES),  # of several rows: by maps
     ],
     ids=str,
 )
-def test_the_gpu_kernels_serve_documents_with_states(lengths, rule):
-    """In the interpreter where there is no GPU: they get rows without documents."""
+def test_the_gpu_kernels_serve_ranks_and_documents_with_states(place, gate, lengths, rule):
+    """In the interpreter where there is no GPU: they get rows without documents that have states."""
     pytest.importorskip("triton")
-    case, given, exact, _ = linear((1, 1, "auto"), "head", lengths, sum(lengths[0]), torch.float32, states=6, **rule)
-    check_found(on_threads(case, given, exact, kernel="triton"), exact, 2e-6, case)
+    check(place, gate, lengths, sum(lengths[0]), torch.float32, 2e-6, kernel="triton", **rule)

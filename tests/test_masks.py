@@ -27,16 +27,6 @@ from tests.cases import FEATURES
 KINDS = "full", "causal", "inverse", "both"
 
 
-def is_new(case: Case) -> bool:
-    """Whether it needs more than causal, a window that counts back, and documents."""
-    spec = case.spec
-    words = spec.chunk or spec.first or isinstance(spec.window, tuple) or case.slices
-    return bool(words or (case.docs and not case.docs.plain))
-
-
-NEW = [case for case in FEATURES if is_new(case)]
-
-
 @st.composite
 def specs(draw: Any) -> AttentionSpec:
     causal, small = draw(st.booleans()), st.integers(0, 8)
@@ -154,18 +144,14 @@ def test_families_are_hardly_more_than_the_intervals_of_a_query():
     assert intervals <= len(results) < 1.1 * intervals
 
 
-@pytest.mark.parametrize("case", NEW, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in FEATURES if case.docs is not None], ids=lambda case: case.name)
 def test_masks_are_values_that_travel_whole(case):
     """Pickled, and as a tensor for an op."""
     docs = case.docs
-    if docs is not None:
-        again = docs_of(starts_of(docs), docs.length)
-        assert (
-            pickle.loads(pickle.dumps(docs)) == docs == again
-            and hash(again) == hash(docs)
-            and repr(again) == repr(docs)
-        )
-        assert docs != Docs(docs.starts, docs.length) or docs.plain
+    again = docs_of(starts_of(docs), docs.length)
+    assert pickle.loads(pickle.dumps(docs)) == docs == again
+    assert hash(again) == hash(docs) and repr(again) == repr(docs)
+    assert docs != Docs(docs.starts, docs.length) or docs.plain
 
 
 @pytest.mark.parametrize("docs", [Docs.tree([3000] + [400] * 10, [-1] + [0] * 10), Docs.from_lengths([7000])], ids=str)

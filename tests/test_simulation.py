@@ -33,6 +33,12 @@ def given(machine, ranks, tokens, strategy="auto", route="auto", layout="zigzag"
     return Asked(alone, sizes, machine.gpus, strategy, layout, AttentionSpec(), None, "bfloat16", Transport(route))
 
 
+def best(*place, **how):
+    """What is asked, and its fastest way."""
+    asked = given(*place, **how)
+    return asked, compared(asked)[0]
+
+
 def played(asked, option, **trouble):
     rates = rates_of(asked.problem(option.plan, asked.shape), option.plan, asked.machine)[1]
     return play(option.plan, asked.shape, asked.spec, asked.docs, asked.machine, rates, **trouble)
@@ -50,15 +56,13 @@ def test_without_trouble_it_takes_what_is_predicted(machine, ranks):
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 def test_a_call_takes_no_less_than_its_launches(strategy):
     slow = load("h200").replace(step=(0.03, 0.05), exchange=0.02)
-    asked = given(slow, 4, 2**12, strategy, sizes=[(1, 4)] if strategy == "ulysses" else [(4, 1)])
-    option = compared(asked)[0]
+    asked, option = best(slow, 4, 2**12, strategy, sizes=[(1, 4)] if strategy == "ulysses" else [(4, 1)])
     assert played(asked, option).seconds == pytest.approx(option.cost.seconds, rel=0.01)
     assert option.cost.seconds == option.cost.host > 0.08
 
 
 def test_one_slow_rank_delays_its_ring_and_not_more_than_it_is_slow():
-    asked = given("h100", 32, 2**18, "ring")
-    option = compared(asked)[0]
+    asked, option = best("h100", 32, 2**18, "ring")
     clean, slow = played(asked, option), played(asked, option, slow="rank7:0.5")
     assert 1.5 < slow.seconds / clean.seconds <= 2.01
     host = played(asked, option, slow="host1:0.5")
@@ -71,8 +75,7 @@ def test_ranks_share_cores_only_while_they_compute():
     far = far.replace(gpus=2, inside=far.between)
     steps, costs = [], []
     for cores in (0.0, 1.0):
-        asked = given(far.replace(cores=cores), 2, 2**14, "ring", "relay", layout="contiguous")
-        option = compared(asked)[0]
+        asked, option = best(far.replace(cores=cores), 2, 2**14, "ring", "relay", layout="contiguous")
         _, begun, ended = played(asked, option, backward=False, watched=range(2)).steps
         steps.append(ended - begun)
         costs.append(option.cost.forward.work)
@@ -100,8 +103,7 @@ def test_steps_of_a_large_ring_are_those_of_a_table_of_whole_blocks(hosts, toget
 
 def test_gradients_return_by_the_link_of_the_rank_that_computed_them():
     """One of two hosts sends keys, the other gradients: backward's two transfers do not wait for each other."""
-    asked = given("internet", 2, 2**14, "ring", "relay", layout="contiguous")
-    option = compared(asked)[0]
+    asked, option = best("internet", 2, 2**14, "ring", "relay", layout="contiguous")
     forward, both = (played(asked, option, backward=back, watched=range(2)) for back in (False, True))
     assert both.finish[0, 0] > both.finish[1, 0]  # gradients arrive where keys came from
     sent = forward.steps[0].max()
@@ -110,10 +112,8 @@ def test_gradients_return_by_the_link_of_the_rank_that_computed_them():
 
 def test_exchanges_wait_for_what_links_carry():
     """A ring of two, each over two hosts: the first sends keys, and its heads then go by the same link."""
-    asked = given(
-        load("internet").replace(between=Link(1e7, 0.0)), 4, 2**14, "ring", layout="contiguous", sizes=[(2, 2)]
-    )
-    option = compared(asked)[0]
+    narrow = load("internet").replace(between=Link(1e7, 0.0))
+    asked, option = best(narrow, 4, 2**14, "ring", layout="contiguous", sizes=[(2, 2)])
     run = played(asked, option, backward=False, watched=range(4))
     arrived, begun, ended = run.steps
     swap = begun[0, 0]  # heads of queries, keys and values, and later of the output, go in turn
@@ -125,8 +125,7 @@ def test_exchanges_wait_for_what_links_carry():
 def test_sums_of_a_block_that_is_passed_on_go_with_it_and_home_from_its_last_holder():
     """The link to the last rank carries keys of three blocks and, in float32, sums of two; then the last goes home."""
     far = load("internet").replace(between=Link(1e8, 0.0))
-    asked = given(far, 4, 2**14, "ring", "relay", layout="contiguous", sizes=[(4, 1)])
-    option = compared(asked)[0]
+    asked, option = best(far, 4, 2**14, "ring", "relay", layout="contiguous", sizes=[(4, 1)])
     forward, both = (played(asked, option, backward=back, watched=range(4)) for back in (False, True))
     block = forward.steps[0].max() / 3
     assert (both.seconds - forward.seconds) / block == pytest.approx(3 + 2 * 2 + 2, rel=0.05)

@@ -20,13 +20,8 @@ HERE = Path(__file__).parent
 
 FLASH = ["sm80", "sm90", "sm100", "gfx942"]
 OTHERS = [f"{what}:{arch}" for what in ("linear", "delta", "decode") for arch in FLASH]
-FEW = [
-    "sm90",
-    "gfx942",
-    "linear:sm90",
-    "delta:sm90",
-    "decode:sm90",
-]  # the GPU that was measured, and another compiler: one entry
+# The GPU that was measured, and another compiler: one entry.
+FEW = ["sm90", "gfx942", "linear:sm90", "delta:sm90", "decode:sm90"]
 
 
 @pytest.mark.parametrize(

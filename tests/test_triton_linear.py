@@ -179,9 +179,7 @@ def test_what_tensor_cores_cut_off_does_not_reach_the_gates_gradient(decay: floa
     case = Case(T=150, K=32, V=32, H=1, decay=decay, dtype="float16")
     given = draw(case)
     given.g = given.g.float()
-    truth = truth_of(given)
-    errors = {name: distance(x, truth[name]) for name, x in results_of(given).items()}
-    assert errors["dg"] <= 6e-4, errors
+    assert distance(results_of(given)["dg"], truth_of(given)["dg"]) <= 6e-4
 
 
 @pytest.mark.gpu
