@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ringattn.comms.axis import Done, mesh_sizes, split_sizes
+from ringattn.comms.axis import All, Done, mesh_sizes, split_sizes
 from ringattn.comms.tpu_slice import ring_order
 
 
@@ -36,6 +36,7 @@ class Rotated:
 
 
 jax.tree_util.register_pytree_node(Rotated, lambda x: ((x.blocks,), x.finish), lambda finish, x: Rotated(*x, finish))
+jax.tree_util.register_pytree_node(All, lambda x: (x.pending, None), lambda _, pending: All(*pending))
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,11 @@ class MeshAxis:
         places = np.arange(self.size).reshape([axis_size(self.mesh, name) for name in names])
         return names, places.transpose([names.index(name) for name in self.names]).ravel().tolist()
 
-    def all_to_all(self, x: Any, split: int, join: int) -> Done | Rotated:
-        """Cut `x` into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""
+    def all_to_all(self, tensors: Sequence[Any], split: int, join: int) -> All:
+        """Cut each into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""
+        return All(*[self.one_to_all(x, split, join) for x in tensors])
+
+    def one_to_all(self, x: Any, split: int, join: int) -> Done | Rotated:
         if self.rotates:
             return self.swapped(self.rows(x, split), lambda blocks: joined(self.by_sender(blocks), join))
         return Done(x if self.size == 1 else lax.all_to_all(x, self.name, split, join, tiled=True))

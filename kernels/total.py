@@ -57,7 +57,7 @@ class Total:
 
     def rows_at(self, at: range, dtype: torch.dtype) -> Tensor:
         """These rows of the sum: a view if one term alone covers them, zeros if none does."""
-        terms = [term for term in self.terms if term[1][0] < at.stop and at.start < term[1][1]]
+        terms = [(x, rows, heads) for x, rows, heads in self.terms if rows[0] < at.stop and at.start < rows[1]]
         if not terms:
             return torch.zeros(self.shape[0], len(at), *self.shape[2:], dtype=dtype, device=self.device)
         x, (first, end), heads = terms[0]

@@ -151,6 +151,16 @@ def test_from_a_state_a_row_the_documents_states_may_be_asked_for(place):
             torch.testing.assert_close(sum(a[7] for a in ours), torch.stack([total[0], total[3]]))
 
 
+def test_the_state_behind_an_empty_document_is_that_before_it():
+    given, lengths = inputs(T, "channel", states=8), PACKED
+    state = given["state"].requires_grad_()
+    x = [given[n] for n in "qkvg"]
+    _, end = ra.linear_attention(*x, docs=docs_of(lengths, T), initial_state=state, return_state=True)
+    assert torch.equal(end[[1, 7]], state[[1, 7]])
+    (grad,) = torch.autograd.grad(end, state, given["dend"])
+    assert torch.equal(grad[[1, 7]], given["dend"][[1, 7]])
+
+
 @pytest.mark.parametrize("how", [{"return_state": True}, {"return_state": "documents", "docs": docs_of(PACKED, T)}])
 def test_a_loss_of_one_ranks_states_alone(how):
     """A rank whose loss takes neither outputs nor states has its part in everybody's gradients."""

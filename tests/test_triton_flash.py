@@ -283,14 +283,11 @@ def test_scores_of_ten_thousand_lose_no_digits_on_their_way_from_step_to_step() 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16])
 def test_a_carried_partial_is_merged(out_dtype: torch.dtype | None) -> None:
-    """Two halves of the keys, one after the other, equal all of them; rows that only one half reaches included.
-
-    In place, unless another dtype is asked for.
-    """
+    """Two halves of the keys, one after the other, equal all of them; rows that only one half reaches included."""
     case = Case("random", B=2, T=80, S=90, H=2, G=1)
     whole, (q, k, v, dout) = intervals(case), draw(case)
     (out, lse), _ = truth_of(case, whole, (q, k, v, dout))
-    part = held = None
+    part = None
     for keys in (slice(0, 50), slice(50, 90)):
         ends = (x.clip(keys.start, keys.stop) - keys.start for x in (whole.begin, whole.end))
         last = keys.stop == 90
@@ -298,13 +295,22 @@ def test_a_carried_partial_is_merged(out_dtype: torch.dtype | None) -> None:
             q, k[:, keys], v[:, keys], Intervals(*ends), scale=case.D**-0.5, carry=part, table=SMALL,
             out_dtype=out_dtype if last else None,
         )  # fmt: skip
-        held = held or part
-    assert part is not None and held is not None
+    assert part is not None
     assert part.out.dtype == (out_dtype or torch.float32)
-    if out_dtype is None:
-        assert part.out.data_ptr() == held.out.data_ptr() and part.lse.data_ptr() == held.lse.data_ptr()
     assert torch.equal(part.lse == -torch.inf, lse == -torch.inf)
     assert distance(part.out, out) <= (3e-6 if out_dtype is None else 1e-3)
+
+
+def test_a_carried_partial_is_updated_in_place_and_a_fresh_one_has_no_stale_memory() -> None:
+    case = Case("late", T=100, S=64)
+    where, (q, k, v, _) = intervals(case), draw(case)
+    held = attend(q, k, v, where, scale=0.2, table=SMALL)
+    before = Partial(held.out.clone(), held.lse.clone())
+    again = attend(q, k, v, where, scale=0.2, carry=held, table=SMALL)
+    assert again.out.data_ptr() == held.out.data_ptr() and again.lse.data_ptr() == held.lse.data_ptr()
+    saw = before.lse > -torch.inf
+    torch.testing.assert_close(again.lse[saw], before.lse[saw] + np.log(2.0))
+    torch.testing.assert_close(again.out, before.out)
 
 
 def test_gradients_add_up_in_what_is_given() -> None:

@@ -22,11 +22,7 @@ import triton.language as tl
 from ringattn.kernels.triton import LN2, LOG2E
 
 LOWEST = tl.constexpr(-256.0)
-NO_GATE, HEAD, CHANNEL = (
-    tl.constexpr(0),
-    tl.constexpr(1),
-    tl.constexpr(2),
-)  # GATE: none, one a head or a key channel
+NO_GATE, HEAD, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # GATE: none, one a head, or a key channel
 
 
 @triton.jit

@@ -19,10 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check.attention import of_batch, of_docs, of_lengths, of_plan
+from ringattn.comms.axis import Pending
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention import ulysses
 from ringattn.jax.attention.gather import gather_backward, gather_forward
-from ringattn.jax.attention.groups import of_heads, one_ahead, received
+from ringattn.jax.attention.groups import of_heads, one_ahead
 from ringattn.jax.attention.ring import ring_backward, ring_forward
 from ringattn.jax.attention.steps import Score, Visible, cut_of, local_positions, shape_of, step_of
 from ringattn.jax.check import of_dtypes, of_sinks_for
@@ -141,8 +142,8 @@ def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]
     if groups > 1:
         out, lse = exchange(call, groups, (q, k, v, sinks), starts)
     else:
-        q, k, v = received(ulysses.enter((q, k, v), axis))
-        out, lse = received(ulysses.leave(exchange(call, 1, (q, k, v, sinks_of(sinks, axis)), starts), axis))
+        q, k, v = ulysses.enter((q, k, v), axis).wait()
+        out, lse = ulysses.leave(exchange(call, 1, (q, k, v, sinks_of(sinks, axis)), starts), axis).wait()
     return spoiled(ulysses.cleared(out, real), *starts[:2]), spoiled(ulysses.cleared(lse, real, NEVER), *starts[:2])
 
 
@@ -218,17 +219,17 @@ def attended_in_groups(call: Call, groups: int, arrays: Arrays, starts: Starts) 
 
 def of_groups(
     arrays: Sequence[Array], heads: tuple[int, int], axis: MeshAxis, groups: int
-) -> tuple[Callable[[Any], list[Any]], list[Array]]:
+) -> tuple[Callable[[Any], Pending], list[Array]]:
     """Of arrays that end with keys and values, how those of a group are received, and those that have arrived for all.
 
     A rank's only key head arrives first, for all groups of its query heads.
     """
     size = len(arrays) if heads[1] >= groups * axis.size else len(arrays) - 2
 
-    def receive(group: Any) -> list[Any]:
+    def receive(group: Any) -> Pending:
         return ulysses.enter(of_heads(arrays[:size], group, groups, axis.size), axis)
 
-    return receive, received(ulysses.enter(arrays[size:], axis))
+    return receive, ulysses.enter(arrays[size:], axis).wait()
 
 
 def rows_of(
@@ -269,4 +270,4 @@ def gradients_in_groups(
 
     leave = partial(ulysses.leave, axis=axis)
     returned, _, sums = one_ahead(receive, work, leave, groups, axis.size)
-    return returned + received(leave([x.astype(y.dtype) for x, y in zip(sums, (k, v), strict=False)]))
+    return returned + leave([x.astype(y.dtype) for x, y in zip(sums, (k, v), strict=False)]).wait()

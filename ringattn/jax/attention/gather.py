@@ -8,6 +8,7 @@ from typing import Any
 
 from jax import Array
 
+from ringattn.comms.axis import All
 from ringattn.jax.attention.groups import of_heads, one_ahead
 from ringattn.jax.attention.steps import Score, Visible
 from ringattn.jax.sharding import reordered
@@ -26,7 +27,7 @@ def gather_forward(
         q_here, carry = of_heads((q, start), group, groups)
         return (), Partial(*score.attend(q_here, *in_order(keys, visible), visible.everywhere, carry=carry)), ()
 
-    return one_ahead(partial(arriving, (k, v), recipe), work, lambda _: [], groups)[1]
+    return one_ahead(partial(arriving, (k, v), recipe), work, lambda _: All(), groups)[1]
 
 
 def gather_backward(
@@ -45,8 +46,8 @@ def gather_backward(
         dq, *grads = score.attend_backward(q_here, *in_order(keys, visible), visible.everywhere, *rows_here)
         return grads, dq, ()
 
-    def send(grads: Any) -> list[Any]:
-        return [axis.reduce_scatter(reordered(in_sums(x), visible.keys, 1), 1) for x in grads]
+    def send(grads: Any) -> All:
+        return All(*[axis.reduce_scatter(reordered(in_sums(x), visible.keys, 1), 1) for x in grads])
 
     (dk, dv), dq, _ = one_ahead(partial(arriving, (k, v), recipe), work, send, groups)
     return dq, dk, dv
@@ -57,10 +58,11 @@ def groups_of(recipe: SharedRecipe) -> int:
     return recipe.groups if recipe.plan.ulysses == 1 else 1
 
 
-def arriving(keys: tuple[Array, Array], recipe: SharedRecipe, group: Any) -> list[Any]:
+def arriving(keys: tuple[Array, Array], recipe: SharedRecipe, group: Any) -> All:
     """The keys and values of all devices, of one group of heads."""
     groups, axis = groups_of(recipe), recipe.plan.ring_axis
-    return [(axis.rotating if groups > 1 else axis).all_gather(x, 1) for x in of_heads(keys, group, groups)]
+    axis = axis.rotating if groups > 1 else axis
+    return All(*[axis.all_gather(x, 1) for x in of_heads(keys, group, groups)])
 
 
 def in_order(keys: list[Array], visible: Visible) -> list[Array]:

@@ -5,7 +5,7 @@ zeros, and the last one also receives the first group again. A kernel hides both
 beside a kernel; see ring.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,23 +13,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ringattn.comms.axis import Pending
 from ringattn.kernels.varying import axes_of, vary
 
 
 def one_ahead(
-    receive: Callable[[Any], list[Any]], work: Callable[[Any, list[Any]], tuple[Any, Any, Any]],
-    send: Callable[[Any], list[Any]], groups: int, ranks: int = 1,
+    receive: Callable[[Any], Pending], work: Callable[[Any, list[Any]], tuple[Any, Any, Any]],
+    send: Callable[[Any], Pending], groups: int, ranks: int = 1,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """What returned and what stays, the heads of all groups side by side, and the sum of what they share.
 
-    receive(group) -> the transfers of what a group needs
+    receive(group) -> the transfer of what a group needs
     work(group, what arrived) -> what to send, what to keep, what to add to that of the other groups
-    send(what to send) -> its transfers, of the heads of so many ranks
+    send(what to send) -> its transfer, of the heads of so many ranks
     """
-    arrived = received(receive(0))
+    arrived = receive(0).wait()
     if groups == 1:
         made, kept, total = work(0, arrived)
-        return received(send(made)), kept, total
+        return send(made).wait(), kept, total
     shapes = jax.eval_shape(lambda: work(0, arrived)[::2])
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -38,16 +39,12 @@ def one_ahead(
         arriving, leaving = receive((group + 1) % groups), send(made)
         made, kept, more = work(group, arrived)
         arriving, leaving, made, kept, more = lax.optimization_barrier((arriving, leaving, made, kept, more))
-        return (received(arriving), (made, jax.tree.map(jnp.add, total, more))), (received(leaving), kept)
+        return (arriving.wait(), (made, jax.tree.map(jnp.add, total, more))), (leaving.wait(), kept)
 
     carry = arrived, vary(nothing, axes_of(arrived))
     (_, (made, total)), (sent, kept) = lax.scan(step, carry, jnp.arange(groups))
-    sent = jax.tree.map(lambda others, last: jnp.concatenate([others[1:], last[None]]), sent, received(send(made)))
+    sent = jax.tree.map(lambda others, last: jnp.concatenate([others[1:], last[None]]), sent, send(made).wait())
     return jax.tree.map(partial(side_by_side, ranks=ranks), sent), jax.tree.map(side_by_side, kept), total
-
-
-def received(transfers: Sequence[Any]) -> list[Any]:
-    return [transfer.wait() for transfer in transfers]
 
 
 def of_heads(arrays: Any, group: Any, groups: int, ranks: int = 1) -> Any:

@@ -5,13 +5,12 @@ them. Padding is cleared on the way, forward and backward, so that whatever a ca
 meets a real token.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array
 
-from ringattn.comms.axis import Done
+from ringattn.comms.axis import Pending
 from ringattn.comms.jax import MeshAxis
 from ringattn.plans.cost import replicas
 
@@ -26,19 +25,14 @@ def ready(q: Array, k: Array, v: Array, axis: MeshAxis, real: Real, real_keys: R
     return cleared(q, real), k, v
 
 
-def enter(arrays: Iterable[Array], axis: MeshAxis) -> list[Any]:
+def enter(arrays: Sequence[Array], axis: MeshAxis) -> Pending:
     """[B, T / U, H, ...] of every rank -> [B, T, H / U, ...]."""
-    return exchanged(arrays, axis, 2, 1)
+    return axis.all_to_all(arrays, 2, 1)
 
 
-def leave(arrays: Iterable[Array], axis: MeshAxis) -> list[Any]:
+def leave(arrays: Sequence[Array], axis: MeshAxis) -> Pending:
     """[B, T, H / U, ...] of every rank -> [B, T / U, H, ...]."""
-    return exchanged(arrays, axis, 1, 2)
-
-
-def exchanged(arrays: Iterable[Array], axis: Any, split: int, join: int) -> list[Any]:
-    """A handle an array; on one device the axis may be a Solo, which has nothing to send."""
-    return [Done(x) if axis.size == 1 else axis.all_to_all(x, split, join) for x in arrays]
+    return axis.all_to_all(arrays, 1, 2)
 
 
 def cleared(x: Array, real: Real, fill: float = 0.0) -> Array:

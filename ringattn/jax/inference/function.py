@@ -17,7 +17,6 @@ from ringattn.check.arguments import of_sizes, of_unknown
 from ringattn.check.attention import of_lengths, of_plan, of_shapes
 from ringattn.check.cache import of_filled, of_window
 from ringattn.jax.attention.steps import local_positions, recipe_of, score_of
-from ringattn.jax.attention.ulysses import exchanged
 from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
 from ringattn.jax.sharding import reordered
@@ -147,7 +146,7 @@ class Prefill:
         pad = self.plan.tokens.padded_length - self.plan.seq_len
         rows = jnp.pad(packed(whole), ((0, 0), (0, pad), (0, 0), (0, 0)))
         rows = reordered(rows, self.plan.tokens, 1)
-        every = exchanged([rows[None]], line, split=2, join=0)[0].wait()
+        (every,) = line.all_to_all([rows[None]], split=2, join=0).wait()
         return merge_stack(unpacked(every, whole.out.shape[-1]))
 
 
