@@ -6,13 +6,10 @@ from ringattn.plans.cost import Shape
 from ringattn.plans.mask import Mask, table_of
 from ringattn.plans.plan import Plan
 
-STEP_SECONDS = 5e-4  # in which the host launches a step of a pass
-EXCHANGES = 4  # steps that take the host as long as what Ulysses or gather exchanges
-
 
 def why_not(plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None = None) -> str | None:
     """Why such calls are not captured; None if they are, where the GPU would wait for the host."""
-    ranks = plan.ring * plan.ulysses
+    ranks, machine = plan.ring * plan.ulysses, plan.machine
     if plan.graphs == "off" or plan.framework == "jax":
         return "graphs='off'"
     if plan.device != "cuda" or ranks == 1:
@@ -23,10 +20,11 @@ def why_not(plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None = N
         if axis.size > 1 and not axis.replayable:
             return f"transfers over {axis.by} cannot be replayed, only those over symmetric memory"
     pairs = int(work_of(spec, shape.seq_len, shape.key_len).below(shape.seq_len))
-    computes = shape.flops_a_pair * pairs / ranks / plan.machine.flops(shape.itemsize, ranks)
-    table = table_of(Mask(plan, spec), plan.hosts, plan.together(shape, back=False))
-    steps = 1 if plan.strategy == "gather" else table.count
-    launches = STEP_SECONDS * (steps * (plan.groups_for(shape) if plan.swaps else 1) + EXCHANGES * plan.swaps)
+    computes = shape.flops_a_pair * pairs / ranks / machine.flops(shape.itemsize, ranks)
+    table, gathers = table_of(Mask(plan, spec), plan.hosts, plan.together(shape, back=False)), plan.strategy == "gather"
+    steps, exchanges = 1 if gathers else table.count, 2 * (plan.ulysses > 1) + gathers
+    launches = steps * (machine.step[0] + machine.library) + exchanges * machine.exchange
+    launches *= plan.groups_for(shape) if plan.swaps else 1
     if computes >= launches:
         return f"a GPU computes for {1e3 * computes:.3g} ms forward, which the host launches in {1e3 * launches:.2g} ms"
     return None

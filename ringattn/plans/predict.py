@@ -117,10 +117,12 @@ class Pass:
         heads = sum(of_heads(shape, ulysses, (plan.local_len, plan.keys.local_len))) / ulysses
         self.heads = heads * (local - 1), heads * (ulysses - local)  # bytes of exchanges, within hosts and between
         self.groups = plan.groups_for(shape) if plan.swaps else 1
+        self.replays = why_not(plan, shape, spec, docs) is None
         gathers, self.start = plan.strategy == "gather" and plan.ring > 1, machine.start[back]
-        self.first = self.start + machine.exchange * plan.swaps  # when the first kernel runs: an exchange precedes it
-        self.exchanges = machine.exchange * (2 * (ulysses > 1) + (1 + back) * gathers)  # heads enter and leave
-        eager = plan.framework == "torch" and plan.ring * ulysses > 1  # compiled programs launch their steps themselves
+        exchange = 0.0 if self.replays else machine.exchange
+        self.first = self.start + exchange * plan.swaps  # when the first kernel runs: an exchange precedes it
+        self.exchanges = exchange * (2 * (ulysses > 1) + (1 + back) * gathers)  # heads enter and leave
+        eager = plan.framework == "torch" and plan.ring * ulysses > 1 and not self.replays  # else one launch for all
         self.step = eager * (machine.step[back] + machine.library * rates.low_precision)
 
     def seconds(self, pairs: Any) -> Any:
@@ -198,10 +200,9 @@ def predict(
     ring = Ring(plan.tokens, plan.keys.tokens, spec, docs, plan.hosts, machine.gpus)
     both = []
     for back in (False, True):
-        steps = course(ring, plan.together(shape, back))
-        both.append(one_pass(plan, shape, steps, machine, Pass(plan, shape, spec, docs, machine, rates, back), back))
+        steps, each = course(ring, plan.together(shape, back)), Pass(plan, shape, spec, docs, machine, rates, back)
+        both.append(one_pass(plan, shape, steps, machine, each, back))
     work = steps.pairs.sum(1)
     mostly_local = see_mostly_local(spec, docs, shape.batch, plan.tokens.shard_len)
-    replays = why_not(plan, shape, spec, docs) is None
-    count = partial(peak, plan, shape, steps, rates.kernel, rates.low_precision, mostly_local, replays)
+    count = partial(peak, plan, shape, steps, rates.kernel, rates.low_precision, mostly_local, each.replays)
     return Cost(both[0], both[1], count, bound(plan, shape, steps), float(work.max() / max(work.mean(), 1.0)))
