@@ -50,7 +50,7 @@ class Options:
     offload: bool = option(True, "what recomputation keeps waits on the host")
     recompute: str = option("all_but_attention", "what backward computes again", among=("all_but_attention", "all"))
     weights: str = option("float32", "the weights, and the moments of AdamW", among=("float32", "bfloat16"))
-    steps: int = option(3, "steps; the fastest counts but for the first one", least=2)
+    steps: int = option(3, "steps; the fastest counts, but for the first of several", least=1)
     tiny: bool = option(False, "a tiny model, as always on CPUs")
     out: str = option("", "a file to which the row is appended")
 
@@ -100,7 +100,7 @@ def measured(options: Options, device: torch.device, on_gpu: bool) -> dict[str, 
         means.append(float(accelerator.reduce(losses[-1], "mean")))  # waits for the GPU
         times.append(time.perf_counter() - start)
     memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
-    seconds = min(times[1:])
+    seconds = min(times[1:] or times)
     return {"step_s": seconds, "tokens_per_second": options.tokens / seconds, "times_s": times, "losses": means,
             "memory_gib": memory}  # fmt: skip
 
