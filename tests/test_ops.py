@@ -37,6 +37,11 @@ def test_an_argument_may_come_first_when_sizes_have_become_symbolic(kind: str) -
         torch.testing.assert_close(compiled(*given), call(*given))
 
 
+def test_a_plan_is_one_line_in_compiled_graphs() -> None:
+    """Inductor writes the arguments of ops into comments of the kernels that it generates for GPUs."""
+    assert len(ringattn.plan(seq_len=8).text.splitlines()) == 1
+
+
 def problem(**changes: object) -> kernels.Problem:
     given = {"device": "cuda", "dtype": "bfloat16", "head_dim": 128, "value_dim": 128, "heads": 32, "kv_heads": 8}
     return kernels.Problem(**{**given, **changes})  # type: ignore[arg-type]

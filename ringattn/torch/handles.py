@@ -49,9 +49,9 @@ def name(plan: Any) -> None:
 
 
 def described(plan: Plan, **changes: Any) -> str:
-    """All but the documents, in words."""
+    """All but the documents, in one line of words: compilers write it into comments."""
     values = {name: getattr(plan, name) for name in fields(plan) if name not in ("machine", "axes", "report", "docs")}
-    return f"{plan.axes.number}\n{values | changes}\n{plan.machine.text}\n"
+    return f"{plan.axes.number} {values | changes} {plan.machine.text} "
 
 
 @lru_cache(maxsize=256)
