@@ -288,7 +288,7 @@ def test_the_choice_for_short_shards_is_the_measured_best_since_the_host_counts(
 
     def planned(machine):
         target = elsewhere("cuda", [(2, 1), (1, 2)], gpus=2)
-        return ra.plan(target, seq_len=2 * length, heads=(32, 8), head_dim=128, machine=machine)
+        return ra.plan(target, seq_len=2 * length, heads=(32, 8), head_dim=128, machine=machine, graphs="off")
 
     def taken(plan):
         """Of each strategy's best candidate."""
@@ -312,7 +312,9 @@ def test_a_slower_host_never_makes_a_call_faster_and_one_that_takes_nothing_leav
     for seq_len in (2**12, 2**15, 2**19):
         before, times = {}, (0, 0.3, 1, 3, 30)
         for each in times:
-            for row in json.loads(planned(4, seq_len, machine=hosted(h200, each)).explain(json=True))["candidates"]:
+            for row in json.loads(planned(4, seq_len, machine=hosted(h200, each), graphs="off").explain(json=True))[
+                "candidates"
+            ]:
                 key = row["strategy"], row["ring"], row["layout"]
                 forward, backward = row["forward"], row["backward"]
                 assert row["seconds"] >= before.get(key, 0.0), (seq_len, each, key)
@@ -321,7 +323,7 @@ def test_a_slower_host_never_makes_a_call_faster_and_one_that_takes_nothing_leav
                     assert forward["host"] == backward["host"] == 0.0
                     assert row["seconds"] - row["exposed"] == pytest.approx(forward["work"] + backward["work"])
                 before[key] = row["seconds"]
-    text = planned(4, 2**12, machine=hosted(h200, 30)).explain()
+    text = planned(4, 2**12, machine=hosted(h200, 30), graphs="off").explain()
     ms = re.search(r"; the host takes (\S+) ms of (\S+)", text.splitlines()[0])
     assert ms and float(ms[1]) == pytest.approx(float(ms[2]), rel=0.01)
-    assert "the host" not in planned(4, 2**19, machine=h200).explain()
+    assert "the host takes" not in planned(4, 2**19, machine=h200).explain()

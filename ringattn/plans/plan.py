@@ -21,7 +21,7 @@ from ringattn.plans.ranks import NOT_HERE, Ranks
 from ringattn.plans.sizes import Transport, groups_problem, heads_of, heads_problem, size_of
 
 STRATEGIES = ("ring", "gather", "ulysses")
-GRAPHS = "off"  # the default of `graphs`
+GRAPHS = "auto"  # the default of `graphs`
 MAX_GROUPS = 4
 MESSAGES_A_GROUP, WORK_A_GROUP = 12, 0.0052  # the cost of one more: latencies, part of attention's time (2 H200s)
 MAX_PLANS = 256  # of whose calls it is known that all ranks agreed on them
