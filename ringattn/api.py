@@ -6,6 +6,7 @@ from typing import Any
 
 from ringattn.check.arguments import LINEAR, of_arguments, of_arrays, of_returned, of_unknown
 from ringattn.check.attention import of_mask, of_partials
+from ringattn.check.linear import Asked, Given
 from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged
@@ -104,6 +105,7 @@ def linear_attention(
     """
     if unknown:
         refuse(of_unknown("linear_attention", unknown, LINEAR), plan)
+    x, asked = Given(q, k, v, log_decay, beta, initial_state), Asked(docs, scale, kernel, scan, check, return_state)
     function: Any
     if is_torch(q):
         from ringattn.torch.linear.public import linear_attention as function
@@ -112,10 +114,7 @@ def linear_attention(
         problem = of_arguments(plan=plan, docs=docs, check=check) or of_returned(return_state, docs)
         refuse(problem or of_arrays({"q": q, "k": k, "v": v}, optional, plan), plan)
         from ringattn.jax.linear.function import linear_attention as function
-    return function(
-        q, k, v, log_decay, plan, beta=beta, initial_state=initial_state, return_state=return_state, docs=docs,
-        scale=scale, kernel=kernel, scan=scan, check=check,
-    )  # fmt: skip
+    return function(x, plan, asked)
 
 
 def merge(a: Partial, b: Partial) -> Partial:

@@ -1,6 +1,7 @@
 """What a call of linear attention must satisfy: shapes, gates, states."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ringattn.check.arguments import has_shape
 from ringattn.check.attention import of_batch, of_docs, of_lengths, of_shapes
@@ -10,11 +11,39 @@ from ringattn.plans.plan import Plan
 from ringattn.plans.segments import WAYS, segments_problem, uneven, ways
 from ringattn.plans.sizes import dtype_name
 
+LIMITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "log_decay": (
+        lambda t: t <= 0, "a log decay is at most 0, as logsigmoid gives it (of a decay in [0, 1] pass decay.log())"
+    ),
+    "beta": (lambda t: (t >= 0) & (t <= 2), "beta is in [0, 2], as sigmoid or 2 * sigmoid gives it"),
+}  # fmt: skip
 
-def of_linear(
-    q: Any, k: Any, v: Any, log_decay: Any, beta: Any, plan: Plan, docs: Docs | None, tokens: int
-) -> str | None:
+
+class Given(NamedTuple):
+    """The arrays of a call, as its user passes them."""
+
+    q: Any
+    k: Any
+    v: Any
+    log_decay: Any = None
+    beta: Any = None
+    initial_state: Any = None
+
+
+class Asked(NamedTuple):
+    """What a call is given beside its arrays and its plan."""
+
+    docs: Docs | None
+    scale: float | None
+    kernel: str
+    scan: str
+    check: bool | None
+    return_state: bool | str
+
+
+def of_linear(x: Given, plan: Plan, docs: Docs | None, tokens: int) -> str | None:
     """q, k [B, T, G, K], v [B, T, H, V], gates and beta match, and each rank's segments are consecutive tokens."""
+    q, k, v, log_decay, beta, _ = x
     if docs is not None and not docs.plain:
         return f"{docs}: linear attention takes documents alone; leave out prefix, spans, trees and slices"
     if problem := of_shapes(q, k, v, linear=True) or of_batch(q):
@@ -47,41 +76,51 @@ def of_scan(plan: Plan, scan: str) -> str | None:
     return f"scan={scan!r} in layout={plan.layout!r}, which passes the {plan.ring} ranks in another order: use 'gather'"
 
 
-def wrong_number(name: str, at: tuple[int, ...], value: float) -> str:
-    decay = "a log decay is at most 0, as logsigmoid gives it (of a decay in [0, 1] pass decay.log())"
-    what = "beta is in [0, 2], as sigmoid or 2 * sigmoid gives it" if name == "beta" else decay
-    return f"{name}{list(at)} = {value:g}: {what}"
-
-
-def of_scale(scale: float | None, key_dim: int) -> str | None:
-    return of_factor("scale", scale, f"None for 1 / sqrt({key_dim})")
-
-
-def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any, docs: Docs | None = None) -> str | None:
-    """A state is [B, H, K, V] in the dtype of states, or with documents [documents, H, K, V], one a document."""
-    (rows, *_, H, V), K, width = v.shape, q.shape[3], width_of(docs)
-    if not has_shape(state, (rows, H, K, V), (rows * width, H, K, V)):
-        problem = f"{name} has shape {tuple(state.shape)}; expected {(rows, H, K, V)}: batch, heads, key dim, value dim"
-        each = f"; or {(rows * width, H, K, V)}, one a document: {rows} x {width} documents"
-        return problem + f"{each} (a row with fewer ends in empty ones, which count too)" * (width > 1)
-    if state.dtype != dtype:
-        return f"{name} is {state.dtype}; the state of {q.dtype} inputs is {dtype_name(dtype)}: cast it to that"
+def of_numbers(x: Given, first: Callable[[Any], tuple[int, ...] | None]) -> str | None:
+    """The first gate above 0, or beta outside of [0, 2]; `first` finds the first place where bools are true."""
+    for name, (right, what) in LIMITS.items():
+        t = getattr(x, name)
+        if t is not None and (at := first(~right(t))) is not None:
+            return f"{name}{list(at)} = {t[at].item():g}: {what}"
     return None
 
 
-def returned_states(return_state: bool | str, initial_state: Any, docs: Docs | None, batch: int) -> str:
+def of_asked(x: Given, plan: Plan, asked: Asked, kernels: Sequence[str], dtype: Any) -> str | None:
+    """The scale, the kernel and the scan, and the initial state, which is to have this dtype."""
+    return (
+        of_factor("scale", asked.scale, f"None for 1 / sqrt({x.q.shape[-1]})")
+        or of_choice("kernel", asked.kernel, ("auto", *kernels))
+        or of_scan(plan, asked.scan)
+        or (None if x.initial_state is None else of_state(x, asked.docs, dtype))
+    )
+
+
+def of_state(x: Given, docs: Docs | None, dtype: Any) -> str | None:
+    """The initial state is [B, H, K, V], or with documents perhaps [documents, H, K, V], one a document."""
+    (rows, *_, H, V), K, width, state = x.v.shape, x.q.shape[3], width_of(docs), x.initial_state
+    if not has_shape(state, (rows, H, K, V), (rows * width, H, K, V)):
+        expected = f"{(rows, H, K, V)}: batch, heads, key dim, value dim"
+        each = f"; or {(rows * width, H, K, V)}, one a document: {rows} x {width} documents"
+        expected += f"{each} (a row with fewer ends in empty ones, which count too)" * (width > 1)
+        return f"initial_state has shape {tuple(state.shape)}; expected {expected}"
+    if state.dtype == dtype:
+        return None
+    return f"initial_state is {state.dtype}; the state of {x.q.dtype} inputs is {dtype_name(dtype)}: cast it to that"
+
+
+def returned_states(x: Given, asked: Asked) -> str:
     """Which states a call returns: "" for none, one behind each of the "rows", or one behind each of the "documents".
 
     Rows of one document each have the same states either way, so no shape has two meanings.
     """
-    several = width_of(docs) > 1 and (return_state == "documents" or by_document(initial_state, docs, batch))
-    return "" if not return_state else "documents" if several else "rows"
+    several = width_of(asked.docs) > 1 and (asked.return_state == "documents" or by_document(x, asked.docs))
+    return "" if not asked.return_state else "documents" if several else "rows"
 
 
-def by_document(initial_state: Any, docs: Docs | None, batch: int) -> bool:
-    """Whether a state of the right shape is one a document, of rows of several documents."""
+def by_document(x: Given, docs: Docs | None) -> bool:
+    """Whether an initial state of the right shape is one a document, of rows of several documents."""
     width = width_of(docs)
-    return initial_state is not None and width > 1 and bool(initial_state.shape[0] == batch * width)
+    return x.initial_state is not None and width > 1 and bool(x.initial_state.shape[0] == x.v.shape[0] * width)
 
 
 def width_of(docs: Docs | None) -> int:

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from ringattn import api
 from ringattn.jax.attention.function import attention
 from ringattn.jax.layers import causal_convolution, positions_of, rope
 from ringattn.jax.layers import cross_entropy as cross_entropy
 from ringattn.jax.layers import token_mean as token_mean
-from ringattn.jax.linear.function import linear_attention
 from ringattn.kernels.arrays import accumulator
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.plan import Plan
@@ -122,7 +122,7 @@ class GatedDeltaNet(nnx.Module):
         q, k = (x * jax.lax.rsqrt((exact(x) ** 2).sum(-1, keepdims=True) + 1e-6).astype(x.dtype) for x in (q, k))
         g = -jax.nn.softplus(exact(self.decay(x_BTC)) + self.bias[...]) * jnp.exp(self.log_rate[...])
         beta = jax.nn.sigmoid(exact(self.beta(x_BTC)))
-        out = exact(linear_attention(q, k, v, g, plan, beta=beta, docs=docs, check=False))
+        out = exact(api.linear_attention(q, k, v, g, plan, beta=beta, docs=docs, check=False))
         out = out * jax.lax.rsqrt((out**2).mean(-1, keepdims=True) + 1e-6) * self.weight[...]
         out = out.astype(v.dtype).reshape(*x_BTC.shape[:2], -1)
         return self.out(out * jax.nn.silu(self.swish(x_BTC)))

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
+from ringattn.check.linear import Asked, Given, by_document, of_asked, of_linear, of_numbers, returned_states
 from ringattn.jax.attention.function import filled, is_eager
 from ringattn.jax.check import of_dtypes
 from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_device
@@ -17,90 +17,63 @@ from ringattn.jax.linear.states import STATES
 from ringattn.jax.lookup import spoiled
 from ringattn.jax.sharding import located, on_every_device
 from ringattn.kernels.arrays import accumulator
-from ringattn.masks.numeric import of_choice
-from ringattn.masks.spec import Docs, raise_if
+from ringattn.masks.spec import raise_if
 from ringattn.plans.plan import Plan
 
-KERNELS = ("auto", "chunkwise", "pallas")
+KERNELS = "chunkwise", "pallas"
 
 
-def linear_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array | None = None,
-    plan: Plan | None = None,
-    *,
-    beta: Array | None = None,
-    initial_state: Array | None = None,
-    return_state: bool | str = False,
-    docs: Docs | None = None,
-    scale: float | None = None,
-    kernel: str = "auto",
-    scan: str = "auto",
-    check: bool | None = None,
-) -> Any:
+def linear_attention(x: Given, plan: Plan | None, asked: Asked) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t, on global arrays in the plan's order.
 
     Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are in the
     sequence's own order, on the mesh that their sharding names.
     """
+    q, k, v, *_ = x
     plan, inside = located(q, k, v, plan, linear=True)
-    arrays = q, k, v, log_decay, beta, initial_state
-    length = plan.local_len if inside else plan.tokens.padded_length
-    problem = problem_of(arrays, plan, docs, scale, kernel, scan, length)
-    raise_if(problem or of_numbers(log_decay, beta, plan, docs, check))
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    returns = returned_states(return_state, initial_state, docs, q.shape[0])
-    documents = returns == "documents" or by_document(initial_state, docs, q.shape[0])
+    length, docs = plan.local_len if inside else plan.tokens.padded_length, asked.docs
+    raise_if(problem_of(x, plan, asked, length) or of_known(x, plan, asked))
+    scale = q.shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
+    returns = returned_states(x, asked)
+    documents = returns == "documents" or by_document(x, docs)
     eager = is_eager(q)
     docs = filled(docs) if eager and not documents else docs
-    kernel = kernel_of(kernel, plan, q, v, documents)
-    call = Call(plan, scale, scan, returns, documents, docs is not None and docs.padded, kernel)
+    kernel = kernel_of(asked.kernel, plan, q, v, documents)
+    call = Call(plan, scale, asked.scan, returns, documents, docs is not None and docs.padded, kernel)
 
     def cuts(tokens: P) -> Any:
         state = P(tokens[0], tokens[2])
         return (*[tokens] * 5, state), (tokens, state)
 
-    out, end = on_every_device(recomputed, call, plan, inside, arrays, (docs and docs.starts,), cuts, eager)
-    return (out, end) if return_state else out
+    out, end = on_every_device(recomputed, call, plan, inside, tuple(x), (docs and docs.starts,), cuts, eager)
+    return (out, end) if asked.return_state else out
 
 
-def problem_of(
-    arrays: Arrays, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, length: int
-) -> str | None:
+def problem_of(x: Given, plan: Plan, asked: Asked, length: int) -> str | None:
     """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
-    q, k, v, log_decay, beta, state = arrays
-    gates = [(n, x.dtype) for n, x in (("log_decay", log_decay), ("beta", beta)) if x is not None]
+    gates = [(n, t.dtype) for n, t in (("log_decay", x.log_decay), ("beta", x.beta)) if t is not None]
     return (
-        of_linear(q, k, v, log_decay, beta, plan, docs, length)
-        or of_dtypes(q, k, v)
-        or of_scale(scale, q.shape[-1])
-        or of_choice("kernel", kernel, KERNELS)
-        or of_scan(plan, scan)
-        or (None if state is None else of_state("initial_state", state, q, v, accumulator(q), docs))
-        or next((f"{n} is {x}; expected floats" for n, x in gates if not jnp.issubdtype(x, jnp.floating)), None)
+        of_linear(x, plan, asked.docs, length)
+        or of_dtypes(*x[:3])
+        or of_asked(x, plan, asked, KERNELS, accumulator(x.q))
+        or next((f"{n} is {t}; expected floats" for n, t in gates if not jnp.issubdtype(t, jnp.floating)), None)
     )
 
 
-def of_numbers(
-    log_decay: Array | None, beta: Array | None, plan: Plan, docs: Docs | None, check: bool | None
-) -> str | None:
-    """The first gate above 0, or beta outside of [0, 2]. Only concrete arrays can be checked."""
+def of_known(x: Given, plan: Plan, asked: Asked) -> str | None:
+    """`of_numbers` of real tokens. Only concrete arrays can be checked."""
+    docs, check = asked.docs, asked.check
     if not (plan.device == "cpu" if check is None else check):
         return None
-    if any(isinstance(x, jax.core.Tracer) for x in (log_decay, beta, docs and docs.starts)):
+    if any(isinstance(t, jax.core.Tracer) for t in (x.log_decay, x.beta, docs and docs.starts)):
         return "check=True needs gates, betas and documents that are not traced (jit, grad, vmap)" if check else None
     real = plan.tokens.order() < (plan.seq_len if docs is None else np.minimum(plan.seq_len, docs.starts[:, -1:]))
-    for name, x in (("log_decay", log_decay), ("beta", beta)):
-        if x is None:
-            continue
-        bad = ~(x <= 0) if name == "log_decay" else ~((x >= 0) & (x <= 2))
-        bad &= real.reshape(-1, x.shape[1], *[1] * (x.ndim - 2))
-        if bool(bad.any()):
-            at = tuple(np.argwhere(np.asarray(bad))[0].tolist())
-            return wrong_number(name, at, float(x[at]))
-    return None
+
+    def first(bad: Array) -> tuple[int, ...] | None:
+        bad &= real.reshape(-1, bad.shape[1], *[1] * (bad.ndim - 2))
+        return tuple(np.argwhere(np.asarray(bad))[0].tolist()) if bool(bad.any()) else None
+
+    return of_numbers(x, first)
 
 
 def recomputed(call: Call, arrays: Arrays, given: tuple[Any]) -> Any:

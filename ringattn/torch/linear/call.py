@@ -3,19 +3,18 @@
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ringattn.check.arguments import of_arguments, of_arrays, of_returned
-from ringattn.check.linear import by_document, of_linear, of_scale, of_scan, of_state, returned_states, wrong_number
+from ringattn.check.linear import Asked, Given, by_document, of_asked, of_linear, of_numbers, returned_states
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs, ShapeAndDtype
 from ringattn.kernels.protocol import LinearKernel
-from ringattn.masks.numeric import of_choice
 from ringattn.masks.spec import Docs
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import BEFORE, choose, segments, uneven
@@ -30,41 +29,26 @@ from ringattn.torch.sharding import cached, own_positions, real_tokens
 MAX_KEPT_SHARE = 0.7  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
 
 
-class Given(NamedTuple):
-    """The tensors of a call, as its user passes them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None = None
-    beta: Tensor | None = None
-    initial_state: Tensor | None = None
-
-
 class LinearCall:
     """One kind of call."""
 
-    def __init__(
-        self, x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, gradients: bool,
-        return_state: bool | str,
-    ):  # fmt: skip
-        self.plan, self.docs = plan, docs
-        self.scale = x.q.shape[-1] ** -0.5 if scale is None else scale
+    def __init__(self, x: Given, plan: Plan, asked: Asked, gradients: bool):
+        self.plan, self.docs = plan, (docs := asked.docs)
+        self.scale = x.q.shape[-1] ** -0.5 if asked.scale is None else asked.scale
         self.gradients = gradients
         self.alone = plan.ring * plan.ulysses == 1
         self.parts = 1 if uneven(plan) else segments(plan)
         self.batch, _, H, V = x.v.shape
         self.real = real_tokens(plan, docs, x.q.device)
-        self.returned = returned_states(return_state, x.initial_state, docs, self.batch)
+        self.returned = returned_states(x, asked)
         self.documents: Documents | None = None  # if states are one a document
         self.begin = None
-        each = self.returned == "documents" or by_document(x.initial_state, docs, self.batch)
-        if uneven(plan) or (docs is not None and each):
+        if uneven(plan) or (docs is not None and (self.returned == "documents" or by_document(x, docs))):
             packed = docs or Docs.from_lengths([plan.seq_len])
             self.documents = Documents(plan, packed, self.batch, x.q.device)
         else:
             self.begin = begins(plan, docs, self.batch, x.q.device)
-        self.kernel = selected(x, kernel)
+        self.kernel = selected(x, asked.kernel)
         K, size = x.q.shape[3], 8 if x.q.dtype == torch.float64 else 4
         states = self.documents.count if self.documents and self.returned != "rows" else self.batch
         self.state_shape = (states, H, K, V)
@@ -73,7 +57,7 @@ class LinearCall:
             starts = self.documents.starts
             self.passages = [Chains(plan, starts, x.q.device, backward) for backward in (False, True)]
         elif not self.alone:
-            way = choose(plan, scan, self.batch * H * K * size, V, 1 if x.beta is None else K)
+            way = choose(plan, asked.scan, self.batch * H * K * size, V, 1 if x.beta is None else K)
             self.passages = [Passage(plan, way, backward) for backward in (False, True)]
         self.kept = None if self.documents or not gradients else kept_states(self.kernel, self.rows_of(x[:5]))
         self.words: agree.Words = {}  # what the ranks compare
@@ -102,10 +86,7 @@ class LinearCall:
         return x if self.parts == 1 else x.unflatten(0, (self.batch, self.parts)).flatten(1, 2)
 
 
-def bind(
-    x: Given, plan: Any, docs: Docs | None, scale: Any, kernel: Any, scan: Any, gradients: bool, check: bool | None,
-    return_state: Any,
-) -> LinearCall:  # fmt: skip
+def bind(x: Given, plan: Any, asked: Asked, gradients: bool) -> LinearCall:
     """The call for these arguments. If they are wrong on one rank, all ranks raise the same error.
 
     Where `check` is requested, or left out on a CPU, the gates of every call are looked at.
@@ -113,59 +94,51 @@ def bind(
     call = None
     try:
         plan = whole_on_one(x.q, x.q) if plan is None else plan
-        key = agree.key_of(x, "linear_attention", plan, docs, scale, kernel, scan, gradients, check, return_state)
+        key = agree.key_of(x, "linear_attention", plan, asked, gradients)
         call = plan.axes.calls.get(key)
     except (AttributeError, TypeError, IndexError):
         pass  # not tensors, or not a plan: the checks report it
     if call is not None:
         if call.looks or call.compared:
-            agree.agree(plan, call.words, of_numbers(x, call.real) if call.looks else None)
+            agree.agree(plan, call.words, of_numbers(x, partial(first, call.real)) if call.looks else None)
         return call
-    if wrong := problem(x, plan, docs, scale, kernel, scan, check, return_state):
+    if wrong := problem(x, plan, asked):
         agree.refuse(wrong, plan)
-    looks = x.q.device.type == "cpu" if check is None else check
-    wrong = of_numbers(x, real_tokens(plan, docs, x.q.device)) if looks else None
-    returned = returned_states(return_state, x.initial_state, docs, x.v.shape[0])
-    asked = f"{scale} {kernel} {scan} {returned}"  # alike in a compiled call and an eager one
-    words = agree.describe(plan, None, x._asdict(), docs, call="linear_attention", gradients=gradients, asked=asked)
+    looks = x.q.device.type == "cpu" if asked.check is None else asked.check
+    wrong = of_numbers(x, partial(first, real_tokens(plan, asked.docs, x.q.device))) if looks else None
+    how = f"{asked.scale} {asked.kernel} {asked.scan} {returned_states(x, asked)}"  # compiled or not
+    words = agree.describe(plan, None, x._asdict(), asked.docs, call="linear_attention", gradients=gradients, asked=how)
     agree.agree(plan, words, wrong)
-    call = LinearCall(x, plan, docs, scale, kernel, scan, gradients, return_state)
+    call = LinearCall(x, plan, asked, gradients)
     call.words, call.looks = words, looks
     agree.remember(plan.calls, key, call)
     return call
 
 
-def bound(x: Given, plan: Plan, docs: Docs | None, scale: float, kernel: str, scan: str, returned: str) -> LinearCall:
+def bound(x: Given, plan: Plan, asked: Asked) -> LinearCall:
     """The call of a compiled backward pass."""
-    key = agree.key_of(x, "linear_attention", plan, docs, scale, kernel, scan, returned)
+    key = agree.key_of(x, "linear_attention", plan, asked)
     call = plan.calls.get(key)
     if call is None:
-        call = LinearCall(x, plan, docs, scale, kernel, scan, True, returned)
+        call = LinearCall(x, plan, asked, gradients=True)
         agree.remember(plan.calls, key, call)
     return call
 
 
-def problem(
-    x: Given, plan: Plan | None, docs: Docs | None, scale: float | None, kernel: str, scan: str, check: bool | None,
-    return_state: bool | str,
-) -> str | None:  # fmt: skip
+def problem(x: Given, plan: Plan | None, asked: Asked) -> str | None:
     """The first problem with the types, shapes, dtypes and devices of a call."""
     others = x._asdict()
     q, k, v = (others.pop(name) for name in "qkv")
-    wrong = of_arguments(plan=plan, docs=docs, check=check) or of_returned(return_state, docs)
+    wrong = of_arguments(plan=plan, docs=asked.docs, check=asked.check) or of_returned(asked.return_state, asked.docs)
     if wrong := wrong or of_arrays({"q": q, "k": k, "v": v}, others, plan):
         return wrong
     plan = whole_on_one(q, q) if plan is None else plan
     wrong = (
-        of_linear(q, k, v, x.log_decay, x.beta, plan, docs, plan.local_len)
+        of_linear(x, plan, asked.docs, plan.local_len)
         or of_tensors(q, k, v, linear=True)
         or of_dense(**others)
-        or of_scale(scale, q.shape[-1])
-        or of_choice("kernel", kernel, ("auto", *(kernel_.name for kernel_ in linear.TABLE)))
-        or of_scan(plan, scan)
+        or of_asked(x, plan, asked, [kernel.name for kernel in linear.TABLE], accumulator(q))
     )
-    if wrong is None and x.initial_state is not None:
-        wrong = of_state("initial_state", x.initial_state, q, v, accumulator(q), docs)
     for name, t in others.items():
         if wrong is None and t is not None:
             if not t.is_floating_point():
@@ -175,18 +148,11 @@ def problem(
     return wrong
 
 
-def of_numbers(x: Given, real: Real) -> str | None:
-    """The first gate above 0, or beta outside of [0, 2]. Reads all of them, so it waits for the device."""
-    for name, t in (("log_decay", x.log_decay), ("beta", x.beta)):
-        if t is None:
-            continue
-        bad = ~(t <= 0) if name == "log_decay" else ~((t >= 0) & (t <= 2))
-        if real is not None:
-            bad &= real.reshape(*real.shape, *[1] * (bad.dim() - 2))
-        if bool(bad.any()):
-            at = tuple(bad.nonzero()[0].tolist())
-            return wrong_number(name, at, float(t[at].detach()))
-    return None
+def first(real: Real, bad: Tensor) -> tuple[int, ...] | None:
+    """The first real token's place where this is true, for which the device is waited for; None if there is none."""
+    if real is not None:
+        bad &= real.reshape(*real.shape, *[1] * (bad.dim() - 2))
+    return tuple(bad.nonzero()[0].tolist()) if bool(bad.any()) else None
 
 
 def selected(x: Given, kernel: str) -> LinearKernel:

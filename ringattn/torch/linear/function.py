@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.check.linear import Given
 from ringattn.kernels.arrays import accumulator
 from ringattn.torch.agree import agree
 from ringattn.torch.attention.ulysses import cleared
 from ringattn.torch.dispatch import first_order, no_autocast, no_view
-from ringattn.torch.linear.call import Given, LinearCall
+from ringattn.torch.linear.call import LinearCall
 from ringattn.torch.linear.documents import state_of
 from ringattn.torch.sharding import summed
 

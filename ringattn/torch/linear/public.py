@@ -5,55 +5,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.check.linear import returned_states
+from ringattn.check.linear import Asked, Given, returned_states
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
-from ringattn.masks.spec import Docs, raise_if
+from ringattn.masks.spec import raise_if
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import segments, uneven
 from ringattn.torch.dispatch import autocast, differentiate, fake, gradients_like, op, traced
 from ringattn.torch.handles import docs_of, of_text, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.linear import function
-from ringattn.torch.linear.call import Given, bind, bound, kept_states, problem, rows, selected
+from ringattn.torch.linear.call import bind, bound, kept_states, problem, rows, selected
 
 TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial, Tensor? docs"  # of both ops
 
 
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, plan: Plan | None = None, *,
-    beta: Tensor | None = None, initial_state: Tensor | None = None, return_state: bool | str = False,
-    docs: Docs | None = None, scale: float | None = None, kernel: str = "auto", scan: str = "auto",
-    check: bool | None = None,
-) -> Any:  # fmt: skip
+def linear_attention(x: Given, plan: Plan | None, asked: Asked) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
-    q, k, v = autocast(q, k, v)
-    x = Given(q, k, v, log_decay, beta, initial_state)
+    x = Given(*autocast(*x[:3]), *x[3:])
     keep = torch.is_grad_enabled() and any([getattr(t, "requires_grad", False) for t in x])
     out: Tensor
     end: Tensor | None
     if traced(*x):
-        out, end = linear_op(x, plan, docs, scale, kernel, scan, keep, check, return_state)
+        out, end = linear_op(x, plan, asked, keep)
     else:
-        call = bind(x, plan, docs, scale, kernel, scan, keep, check, return_state)
+        call = bind(x, plan, asked, keep)
         out, end = function.LinearAttention.apply(call, *x) if keep else function.forward(call, x)[:2]
-    return (out, end) if return_state else out
+    return (out, end) if asked.return_state else out
 
 
-def linear_op(
-    x: Given, plan: Any, docs: Docs | None, scale: float | None, kernel: str, scan: str, keep: bool,
-    check: bool | None, return_state: bool | str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def linear_op(x: Given, plan: Any, asked: Asked, keep: bool) -> tuple[Tensor, Tensor]:
     """(out, end) by the op `ringattn::linear_attention`."""
+    docs, scale, kernel, scan, check, _ = asked
     if check and torch.compiler.is_compiling():
         raise ValueError("check=True reads the gates, which a compiled graph cannot; check outside torch.compile")
-    raise_if(problem(x, plan, docs, scale, kernel, scan, check, return_state))
+    raise_if(problem(x, plan, asked))
     plan = whole_on_one(x.q, x.q) if plan is None else plan
     look = (x.q.device.type == "cpu" if check is None else check) and not torch.compiler.is_compiling()
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
     out, end, *_ = torch.ops.ringattn.linear_attention(
-        *x, starts_of(docs), text_of(plan), look, scale, kernel, scan,
-        returned_states(return_state, x.initial_state, docs, x.v.shape[0]), keep,
-    )  # fmt: skip
+        *x, starts_of(docs), text_of(plan), look, scale, kernel, scan, returned_states(x, asked), keep
+    )
     return out, end
 
 
@@ -68,7 +59,7 @@ def forward_op(*inputs: Any) -> tuple[Tensor, ...]:
     x = Given(*tensors)
     live = plan_of(plan, x.q.shape[1], x.q.shape[1])
     returned_as = returned if returned == "documents" else bool(returned)
-    call = bind(x, live, docs_of(docs, live.seq_len), scale, kernel, scan, keep, look, returned_as)
+    call = bind(x, live, Asked(docs_of(docs, live.seq_len), scale, kernel, scan, look, returned_as), keep)
     out, *rest = function.forward(call, x)
     if call.documents is not None:
         rest[-1] = None  # as many as there are rows, which a graph cannot know: backward finds them again
@@ -103,7 +94,7 @@ def backward_op(*inputs: Any) -> tuple[Tensor, ...]:
     *tensors, docs, start, kept, dout, dend, plan, scale, kernel, scan, returned = inputs
     x = Given(*tensors)
     live = plan_of(plan, x.q.shape[1], x.q.shape[1])
-    call = bound(x, live, docs_of(docs, live.seq_len), scale, kernel, scan, returned)
+    call = bound(x, live, Asked(docs_of(docs, live.seq_len), scale, kernel, scan, None, returned))
     before, every = (t if t.numel() else None for t in (start, kept))
     grads = function.backward(call, x, before, every, dout, dend)
     return tuple([start.new_empty(0) if t is None else t for t in grads])
