@@ -15,13 +15,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check.arguments import of_arguments
-from ringattn.check.attention import of_packed, of_shapes
+from ringattn.check.attention import of_shapes
+from ringattn.check.sharded import of_dim, of_part, of_roll, of_whole
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, automatic_axes, platform
 from ringattn.jax.attention.steps import local_positions
 from ringattn.jax.lookup import cut_as, spoiled, uncut, up_to
 from ringattn.layouts.layout import Layout
-from ringattn.masks.spec import Docs, raise_if, whole
+from ringattn.masks.spec import Docs, raise_if
 from ringattn.plans.plan import Plan
 from ringattn.plans.ranks import Ranks
 
@@ -34,10 +35,7 @@ def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
     dim = dim_of(x, dim)
     if is_local(plan):
         raise ValueError("inside a shard_map arrays are this device's tokens already: shard before it")
-    if x.shape[dim] != plan.seq_len:
-        already = plan.tokens.padded_length != plan.seq_len and x.shape[dim] == plan.tokens.padded_length
-        hint = "it is already sharded" if already else f"use plan.for_length({x.shape[dim]})"
-        raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}; {hint}")
+    raise_if(of_whole(x, dim, plan, plan.tokens.padded_length))
     x = uncut(x, dim)  # no permutation along a dim that the type says is cut
     pad = plan.tokens.padded_length - plan.seq_len
     if pad:
@@ -57,25 +55,18 @@ def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
         for axis in (plan.ulysses_axis, plan.ring_axis):
             x = axis.all_gather(x, dim).wait()
         return jax.lax.slice_in_dim(reordered(x, plan.tokens, dim, back=True), 0, plan.seq_len, axis=dim)
-    if x.shape[dim] != plan.tokens.padded_length:
-        raise ValueError(
-            f"dim {dim} of x has {x.shape[dim]} tokens, a sharded array of this plan has "
-            f"{plan.tokens.padded_length} ({plan})"
-        )
+    raise_if(of_part(x, dim, plan, plan.tokens.padded_length, "a sharded array of this plan has"))
     everything = reordered(placed(x, plan, dim, ()), plan.tokens, dim, back=True)
     return jax.lax.slice_in_dim(everything, 0, plan.seq_len, axis=dim)
 
 
 def roll(x: Array, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None = None, fill: Any = None) -> Array:
     """Position p of the sequence gets position p - shift, or `fill` if that is outside of it or of p's document."""
-    dim, count, T = dim_of(x, dim), whole(shift), plan.seq_len
+    dim, T = dim_of(x, dim), plan.seq_len
     if is_local(plan):
         raise ValueError("inside a shard_map arrays are this device's tokens only: roll before it or after it")
-    if count is None:
-        raise ValueError(f"shift={shift!r}: how many places tokens move, a whole number")
-    problem = of_arguments(docs=docs) or (docs is not None and of_packed("docs", docs, T, x.shape[0]))
-    if problem or (docs is not None and dim == 0 and len(docs.starts) > 1):
-        raise ValueError(problem or f"dim=0: {docs} are of the rows of dim 0, which cannot be the sequence too")
+    raise_if(of_roll(x, dim, plan, shift, docs))
+    count = int(shift)
     at, ends = jnp.arange(T), jnp.array([[T]]) if docs is None else jnp.asarray(docs.starts)[:, 1:]
     document, source = up_to(ends, at), up_to(ends, at - count)
     inside = (document == source) & (document < ends.shape[1]) & (at >= count)  # tokens after the documents are in none
@@ -92,10 +83,8 @@ def dim_of(x: Array, dim: int) -> int:
     """The dim, counted from the first one, of an array that has it."""
     if not isinstance(x, (Array, np.ndarray)):
         raise ValueError(f"x is of type {type(x).__name__}; expected a jax array, as the plan is for a jax mesh")
-    number = whole(dim)
-    if number is None or not -x.ndim <= number < x.ndim:
-        raise ValueError(f"dim={dim!r}: x has shape {x.shape}; say which of its {x.ndim} dims is the sequence")
-    return number % x.ndim
+    raise_if(of_dim(x, dim))
+    return dim % x.ndim
 
 
 def positions(plan: Plan, docs: Docs | None = None) -> Array:

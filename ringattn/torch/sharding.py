@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.check.arguments import of_arguments
-from ringattn.check.attention import of_packed
+from ringattn.check.sharded import of_dim, of_part, of_roll, of_whole
 from ringattn.comms.axis import Axis, Pending, Then
 from ringattn.layouts.layout import positions_of
-from ringattn.masks.spec import Docs, raise_if, whole
+from ringattn.masks.spec import Docs, raise_if
 from ringattn.plans.mask import Mask
 from ringattn.plans.plan import Plan
 from ringattn.torch.agree import agree, describe, note, refuse
@@ -65,7 +65,7 @@ def local_positions(plan: Plan, ring_rank: int, ulysses_rank: int) -> np.ndarray
 
 def shard(x: Tensor, plan: Plan, dim: int = 1, compare: bool = True) -> Tensor:
     """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be. Always a copy."""
-    check_whole(x, plan, dim)
+    raise_if(of_types(x=x) or of_dim(x, dim) or of_whole(x, dim, plan, plan.local_len))
     if compare:
         note(x, plan)
     if plan.tokens.many:
@@ -205,19 +205,13 @@ def pair(order: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
     """The whole sequence from every rank's part: the inverse of `shard`, padding removed; differentiable."""
-    dim = agreed(of_part(x, plan, dim), x, plan, dim, call="unshard")
+    dim = agreed(of_mine(x, plan, dim), x, plan, dim, call="unshard")
     return Gathered.apply(x, plan, dim).index_select(dim, inverse_of(plan, x.device)[: plan.seq_len])
 
 
 def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None = None, fill: Any = None) -> Tensor:
     """Position p of the sequence gets position p - shift; `fill` where that is outside of it or of p's document."""
-    problem = of_part(x, plan, dim) or of_arguments(docs=docs)
-    if problem is None and whole(shift) is None:
-        problem = f"shift={shift!r}: how many places tokens move, a whole number"
-    if problem is None and docs is not None:
-        problem = of_packed("docs", docs, plan.seq_len, x.shape[0])
-        if problem is None and dim % x.dim() == 0 and docs.first is None:
-            problem = f"dim={dim!r}: {docs} are of the rows of dim 0, which cannot also be the sequence"
+    problem = of_mine(x, plan, dim) or of_roll(x, dim, plan, shift, docs)
     dim = agreed(problem, x, plan, dim, docs, call="roll", shift=shift)
     moved = Exchanged.apply(x, shifted(plan, int(shift), x.device), plan, dim)
     outside = ~within(plan, int(shift), docs, x.device)
@@ -259,29 +253,9 @@ def within(plan: Plan, shift: int, docs: Docs | None, device: torch.device) -> T
     return torch.from_numpy(np.stack(rows)).to(device)
 
 
-def of_part(x: Tensor, plan: Plan, dim: int) -> str | None:
+def of_mine(x: Tensor, plan: Plan, dim: int) -> str | None:
     """Dim `dim` of x has this rank's tokens."""
-    problem = of_dim(x, dim)
-    if problem is None and x.shape[dim] != plan.local_len:
-        hint = "; x is the whole sequence, pass this rank's part" if x.shape[dim] == plan.seq_len else ""
-        problem = f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan}){hint}"
-    return problem
-
-
-def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
-    raise_if(of_dim(x, dim))
-    if x.shape[dim] != plan.seq_len:
-        local = x.shape[dim] == plan.local_len
-        hint = "; it is already sharded: shard x once" if local else f"; use plan.for_length({x.shape[dim]})"
-        raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}{hint}")
-
-
-def of_dim(x: Tensor, dim: int) -> str | None:
-    """x has dim `dim`."""
-    problem = of_types(x=x)
-    if problem is None and not (whole(dim) is not None and -x.dim() <= dim < x.dim()):
-        return f"dim={dim!r}: x has shape {tuple(x.shape)}; say which of its {x.dim()} dims is the sequence"
-    return problem
+    return of_types(x=x) or of_dim(x, dim) or of_part(x, dim, plan, plan.local_len, "a rank of this plan holds")
 
 
 @cached

@@ -21,7 +21,8 @@ TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initia
 
 def linear_attention(x: Given, plan: Plan | None, asked: Asked) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
-    x = Given(*autocast(*x[:3]), *x[3:])
+    q, k, v = autocast(*x[:3])
+    x = Given(q, k, v, *x[3:])
     keep = torch.is_grad_enabled() and any([getattr(t, "requires_grad", False) for t in x])
     out: Tensor
     end: Tensor | None
