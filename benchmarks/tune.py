@@ -113,7 +113,7 @@ def candidates(tma: bool) -> list[Any]:
 
 def tune(options: Options, dim: int) -> dict[str, Any]:
     """The fastest right tile of each of the three kernels, each tried with the other two as they are in the table."""
-    from ringattn.kernels.attention.triton import attend, attend_backward, row_delta
+    from ringattn.kernels.attention.triton import KERNEL, attend, row_delta
     from ringattn.kernels.attention.triton.table import entry
     from ringattn.kernels.triton import architecture
 
@@ -133,7 +133,8 @@ def tune(options: Options, dim: int) -> dict[str, Any]:
         return [attend(q, k, v, where, scale=dim**-0.5, table=table).out]
 
     def backward(table: Any) -> list[torch.Tensor]:
-        return list(attend_backward(q, k, v, where, dout, lse, delta, scale=dim**-0.5, table=table))
+        rows = KERNEL.prepare(dout, lse, delta, None)
+        return list(KERNEL.backward((q, k, v), where, rows, scale=dim**-0.5, table=table))
 
     right = {"forward": [out], "dq": backward(None)}
     right["dkdv"] = right["dq"]

@@ -91,11 +91,6 @@ TABLE = (
 BY_NAME = {kernel.name: kernel for kernel in TABLE}
 
 
-def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, str | None]:
-    """For each kernel of the table the reason why it refuses this problem, or None if it serves it."""
-    return {kernel.name: kernel.refuses(problem) for kernel in table}
-
-
 @lru_cache(maxsize=1024)
 def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TABLE, backward: bool = False) -> Kernel:
     """The kernel called `impl`, or with "auto" the fastest that serves the problem, forward or backward."""
@@ -110,7 +105,7 @@ def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TAB
     for kernel in candidates:  # kernels after the chosen one are not imported
         if kernel.refuses(problem) is None:
             return kernel
-    reasons = refusals(problem, table)
+    reasons = {kernel.name: kernel.refuses(problem) for kernel in table}
     why = [f"{k.name}: {reasons[k.name]}" for k in candidates]
     others = [k for k in table if reasons[k.name] is None]
     slow = " (slow on this device)"

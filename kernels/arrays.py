@@ -11,17 +11,12 @@ def is_torch(x: Array) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def is_jax(x: Array) -> bool:
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(x, jax.Array)
-
-
 def namespace(x: Array) -> Any:
     """`torch` for a torch tensor, `jax.numpy` for a jax array: both take `axis=` and `keepdims=`."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return torch
-    if is_jax(x):
+    if is_torch(x):
+        return sys.modules["torch"]
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.Array):
         import jax.numpy
 
         return jax.numpy

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ringattn.kernels.arrays import Array, accumulator
 from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import EVERY, NO_SUMS, Rows, with_delta
@@ -26,16 +25,6 @@ class Attend(Protocol):
         self, q_BTHD: Any, k_BSGD: Any, v_BSGV: Any, where: Intervals, /, *, scale: float, softcap: float | None = None,
         carry: Partial | None = None, out_dtype: Any = None,
     ) -> Partial: ...  # fmt: skip
-
-
-def serves(problem: "Problem") -> str | None:
-    """`refuses` of a kernel that takes every problem."""
-    return None
-
-
-def in_full(where: Intervals) -> bool:
-    """`rounds` of a kernel whose results are float32 (float64 for float64) if that is requested."""
-    return False
 
 
 class Backward(Protocol):
@@ -78,7 +67,7 @@ class TorchKernel:
 
     attend     -> Partial(out, lse)
     backward   -> the gradients of one step
-    refuses    why it cannot serve a problem, or None
+    refuses    why it cannot serve a problem, or None; by default it serves all
     prepare    (dout, lse, delta, out) -> the `Rows` of a backward pass. delta or out may be None; out is given only if
                delta is that of out alone
     separable     whether some gradients can be computed without the others, at their cost alone
@@ -89,22 +78,12 @@ class TorchKernel:
 
     attend: Attend
     backward: Backward
-    refuses: "Callable[[Problem], str | None]" = serves
+    refuses: "Callable[[Problem], str | None]" = lambda problem: None
     prepare: Callable[..., Rows] = with_delta
     separable: bool = False
-    rounds: Callable[[Intervals], bool] = in_full
+    rounds: Callable[[Intervals], bool] = lambda where: False
     fills: bool = False
     disjoint: Disjoint | None = None
-
-    def attend_backward(
-        self, q: Any, k: Any, v: Any, where: Intervals, dout: Any, lse: Any, delta: Any, *, out: Any = None,
-        **score: Any,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """(dq, dk, dv) of one step in float32 (float64 for float64)."""
-        from ringattn.kernels.total import in_dtype
-
-        grads = self.backward((q, k, v), where, self.prepare(dout, lse, delta, out), **score)
-        return tuple(in_dtype(grad, accumulator(x)) for grad, x in zip(grads, (q, k, v), strict=True))
 
 
 def at_once(attend_backward: Callable[..., tuple[Any, Any, Any]]) -> Backward:
@@ -117,17 +96,6 @@ def at_once(attend_backward: Callable[..., tuple[Any, Any, Any]]) -> Backward:
         return attend_backward(*tensors, where, rows.dout, rows.lse, rows.delta, **score)
 
     return backward
-
-
-def no_options(problem: "Problem") -> dict[str, Any]:
-    return {}
-
-
-def as_they_are(
-    q: Array, dout: Array, lse: Array, delta: Array, out: Array, dlse: Array | None = None
-) -> tuple[Array, ...]:
-    """`prepare` of a kernel that uses q, dout, lse and delta unchanged."""
-    return q, dout, lse, delta
 
 
 @dataclass(frozen=True)
@@ -147,9 +115,9 @@ class JaxKernel:
 
     attend: Callable[..., Partial]
     attend_backward: Callable[..., tuple[Any, Any, Any]]
-    refuses: "Callable[[Problem], str | None]" = serves
-    options: "Callable[[Problem], dict[str, Any]]" = no_options
-    prepare: Callable[..., tuple[Any, ...]] = as_they_are
+    refuses: "Callable[[Problem], str | None]" = lambda problem: None
+    options: "Callable[[Problem], dict[str, Any]]" = lambda problem: {}
+    prepare: Callable[..., tuple[Any, ...]] = lambda q, dout, lse, delta, out, dlse=None: (q, dout, lse, delta)
     halves: Callable[..., tuple[Any, Any, Any]] | None = None
     plain: bool = False
     cut: "Callable[..., tuple[Rectangle, ...] | None] | None" = None
@@ -167,5 +135,5 @@ class LinearKernel:
     scan_gradients: Callable[..., Any]
     gradients: Callable[..., Any]
     states_shape: Callable[..., Any]
-    refuses: "Callable[[Problem], str | None]" = serves
+    refuses: "Callable[[Problem], str | None]" = lambda problem: None
     gated: "LinearKernel | None" = None

@@ -14,6 +14,8 @@ from torch import Tensor
 
 import ringattn as ra
 from ringattn.comms.local import run
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.total import in_dtype
 from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
@@ -251,6 +253,14 @@ def truth(T: int, gate: str | None, lengths: Lengths | None = None, *how: Any, *
     """out, the end states and every gradient, by autograd through the recurrence, for what `inputs` gives."""
     given = inputs(T, gate, *how, **rule)
     return oracle.dense(case_of(given, lengths), {n: x for n, x in given.items() if x is not None})
+
+
+def gradients(
+    kernel: Any, q: Any, k: Any, v: Any, where: Any, dout: Any, lse: Any, delta: Any, out: Any = None, **how: Any
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of one step by a kernel for torch, in float32 (float64 for float64)."""
+    grads = kernel.backward((q, k, v), where, kernel.prepare(dout, lse, delta, out), **how)
+    return tuple(in_dtype(grad, accumulator(x)) for grad, x in zip(grads, (q, k, v), strict=True))
 
 
 def begins(lengths: Lengths | None, T: int) -> Tensor | None:

@@ -22,9 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from ringattn.kernels.attention.triton import blocks
+from ringattn.kernels.attention.triton import KERNEL, blocks
 from ringattn.kernels.attention.triton.append import append
-from ringattn.kernels.attention.triton.backward import attend_backward
 from ringattn.kernels.attention.triton.decode import decode_splits
 from ringattn.kernels.attention.triton.forward import attend
 from ringattn.kernels.attention.triton.merge import merge_into, merge_stack
@@ -112,7 +111,7 @@ def loop_spills(code: str) -> int:
 
 
 def run_entry(key: str, table: Any, softcap: float | None = None, dims: tuple[int, int] | None = None) -> None:
-    """One attend and one attend_backward with this entry, at its full width unless `dims` says (head, value)."""
+    """Forward and backward with this entry, at its full width unless `dims` says (head, value)."""
     bits, width = (int(x) for x in key.split("/")[1:])
     dtype = torch.bfloat16 if bits == 16 else torch.float32
     D, V = dims or (width, width)
@@ -121,7 +120,7 @@ def run_entry(key: str, table: Any, softcap: float | None = None, dims: tuple[in
     where = Intervals(*torch.zeros(2, 1, 512, dtype=torch.int32))
     options = {"scale": 0.1, "softcap": softcap, "table": table}
     attend(q, k, v, where, **options)
-    attend_backward(q, k, v, where, dout, stats, stats, **options)
+    KERNEL.backward((q, k, v), where, KERNEL.prepare(dout, stats, stats, None), **options)
 
 
 def run_linear(bits: int, dims: tuple[int, int], gate: str) -> None:

@@ -32,7 +32,7 @@ from ringattn.launch.verify.cases import Case
 from ringattn.plans import recipe
 from ringattn.torch.attention import call
 from ringattn.torch.attention.steps import score_with
-from tests.cases import CASES
+from tests.cases import CASES, gradients
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -224,11 +224,11 @@ def test_what_is_passed_to_fa4_gives_attention(fa4_here, monkeypatch, split: int
         wide = [x.double() for x in (q, k, v)]
         truth = oracle.attend(*wide, where, **options)
         delta = (truth.out * dout).sum(-1)
-        expected = oracle.attend_backward(*wide, where, dout.double(), truth.lse, delta, **options)
+        expected = gradients(oracle, *wide, where, dout.double(), truth.lse, delta, **options)
         part = kernel.attend(q, k, v, where, **options)
         rows_of = (dout, truth.lse.float())
-        by_out = kernel.attend_backward(q, k, v, where, *rows_of, None, out=truth.out.float(), **options)
-        by_delta = kernel.attend_backward(q, k, v, where, *rows_of, delta.float(), **options)
+        by_out = gradients(kernel, q, k, v, where, *rows_of, None, out=truth.out.float(), **options)
+        by_delta = gradients(kernel, q, k, v, where, *rows_of, delta.float(), **options)
         for a, b in zip((*part, *by_out, *by_delta), (*truth, *expected, *expected), strict=True):
             torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5, msg=lambda text: f"trial {trial}: {text}")  # noqa: B023
         before = part.lse.clone()
@@ -415,17 +415,15 @@ def test_any_intervals_equal_float64(monkeypatch, dims: tuple[int, int], part: i
         truth = oracle.attend(*wide, where, **options)
         live = sum(family.begin < family.end for family in where.families).bool()[..., None].expand(B, T, H)
         delta = (truth.out * dout).sum(-1) - (0 if dlse is None else dlse)
-        expected = oracle.attend_backward(
-            *wide, where, dout.double(), truth.lse, torch.where(live, delta, 0), **options
-        )
+        expected = gradients(oracle, *wide, where, dout.double(), truth.lse, torch.where(live, delta, 0), **options)
         part = kernel.attend(q, k, v, where, **options)
         assert (part.lse[~live] == NEVER).all() and (part.out[~live] == 0).all(), "empty rows"
         near = 2e-4 if options["softcap"] is None else 4e-3  # FA4's tanh is the processor's: 2^-11 of the softcap
         assert not live.any() or (part.lse - truth.lse)[live].abs().max() < near
         out = truth.out.to(q.dtype)
         rows_delta = None if dlse is None else row_delta(out, dout, dlse)
-        results = kernel.attend_backward(
-            q, k, v, where, dout, truth.lse.float(), rows_delta, out=out if dlse is None else None, **options
+        results = gradients(
+            kernel, q, k, v, where, dout, truth.lse.float(), rows_delta, out=out if dlse is None else None, **options
         )
         for name, a, b in zip(("out", "dq", "dk", "dv"), (part.out, *results), (truth.out, *expected), strict=True):
             # of a query with one key dq is 0; delta in float32 misses that by 2e-5, for numbers of length 16

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringattn.kernels import TABLE, Kernel, Problem, refusals, select
+from ringattn.kernels import TABLE, Kernel, Problem, select
 
 PROBLEM = Problem("cpu", "float32", 64, 64, heads=4, kv_heads=2)
 
@@ -23,7 +23,7 @@ def test_a_package_that_cannot_be_imported_is_one_kernel_less(broken):
     table = (broken, missing, serves)
     assert select(PROBLEM, table=table) is serves
     why = {"broken": "cannot be imported: AttributeError: no such op", "missing": "no_such_package is not installed"}
-    assert refusals(PROBLEM, table) == {**why, "reference": None}
+    assert {kernel.name: kernel.refuses(PROBLEM) for kernel in table} == {**why, "reference": None}
     with pytest.raises(NotImplementedError):
         select(PROBLEM, "broken", table)
 

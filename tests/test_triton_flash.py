@@ -4,13 +4,14 @@ import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from ringattn.kernels.attention import reference
-from ringattn.kernels.attention.triton import KERNEL, attend, attend_backward, row_delta
+from ringattn.kernels.attention.triton import KERNEL, attend, row_delta
 from ringattn.kernels.attention.triton.backward import spans
 from ringattn.kernels.attention.triton.table import TABLE, Tile, Tiles, load, save
 from ringattn.kernels.families import over_families
@@ -19,8 +20,10 @@ from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import row_delta as row_delta_of
 from ringattn.masks.bands import bounds_at, families
 from ringattn.masks.spec import AttentionSpec, Docs
+from tests.cases import gradients
 from tests.test_triton_linear import some_quick
 
+attend_backward = partial(gradients, KERNEL)
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 SMALL = {f"cpu/{bits}/{width}": Tiles(*[Tile(32, 32, 4, 1)] * 3) for bits in (16, 32) for width in (32, 64, 128, 256)}
@@ -139,7 +142,7 @@ def check(case: Case, table: dict[str, Tiles] | None) -> None:
     (out, lse), grads = truth_of(case, where, tensors)
     options = {"scale": case.D**-0.5, "softcap": case.softcap, "table": table}
     many = over_families(KERNEL)
-    forward, backward = (many.attend, many.attend_backward) if where.also else (attend, attend_backward)
+    forward, backward = (many.attend, partial(gradients, many)) if where.also else (attend, attend_backward)
     result = forward(q, k, v, where, **options)
     assert torch.equal(result.lse == -torch.inf, lse == -torch.inf)
     seen = lse > -torch.inf
@@ -321,10 +324,7 @@ def test_gradients_add_up_in_what_is_given() -> None:
     given = [torch.randn(x.shape, device=DEVICE) for x in (q, k, v)]
     before = [x.double() for x in given]
     delta = row_delta(out.float(), dout)
-    results = attend_backward(
-        q, k, v, where, dout, lse.float(), delta, scale=case.D**-0.5, table=SMALL,
-        dq=given[0], dk=given[1], dv=given[2],
-    )  # fmt: skip
+    results = attend_backward(q, k, v, where, dout, lse.float(), delta, scale=case.D**-0.5, table=SMALL, into=given)
     for x, total, start, truth in zip(results, given, before, grads, strict=True):
         assert x.data_ptr() == total.data_ptr()
         assert distance(x, start + truth) <= 3e-6
@@ -382,7 +382,7 @@ def test_no_queries_or_no_keys() -> None:
         dq, dk, dv = attend_backward(*inputs, scale=1.0, table=table)
         assert dq.shape == none.shape and (dk == 0).all() and (dv == 0).all()
         given = torch.ones(2, *k.shape, device=DEVICE)
-        dk, dv = attend_backward(*inputs, scale=1.0, table=table, dk=given[0], dv=given[1])[1:]
+        dk, dv = attend_backward(*inputs, scale=1.0, table=table, into=(None, *given))[1:]
         assert (dk == 1).all() and (dv == 1).all()
 
 

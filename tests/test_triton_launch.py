@@ -96,7 +96,7 @@ def some_call(draw: random.Random):
     """One of the functions that launch, on a shape of its own."""
     import torch
 
-    from ringattn.kernels.attention.triton import append, backward, decode, forward, gradients, merge, row_delta
+    from ringattn.kernels.attention.triton import KERNEL, append, decode, forward, gradients, merge, row_delta
     from ringattn.kernels.intervals import Intervals
     from ringattn.kernels.linear.maps import Inputs
     from ringattn.kernels.linear.triton import gated
@@ -139,7 +139,7 @@ def some_call(draw: random.Random):
     dlse, sinks, splits, window = (draw.choice([None, x]) for x in (row, torch.empty(H), 4, draw.choice([9, 2**40])))
     return draw.choice([
         lambda: forward.attend(q, k, v, where, scale=scale, softcap=softcap, carry=carry),
-        lambda: backward.attend_backward(q, k, v, where, dout, row, row, scale=scale, softcap=softcap),
+        lambda: KERNEL.backward((q, k, v), where, KERNEL.prepare(dout, row, row, None), scale=scale, softcap=softcap),
         lambda: row_delta(dout, dout, dlse),
         lambda: gradients.add_parts(torch.empty(B, T, H, D), parts),
         linear_forward,

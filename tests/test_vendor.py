@@ -21,6 +21,7 @@ from ringattn.kernels.protocol import TorchKernel
 from ringattn.layouts.layout import LAYOUTS, Layout, to_local
 from ringattn.masks.bands import bounds_at, families
 from ringattn.masks.spec import AttentionSpec, Docs
+from tests.cases import gradients
 
 MASKS = ("causal", "full", "strict", "docs", "prefix", "half")
 GPU_VENDORS = ("cudnn", "fa4")
@@ -124,9 +125,9 @@ def run(kernel: TorchKernel, mask: str, shape: tuple[int, ...], dtype: torch.dty
     delta[truth.lse == NEVER] = 0
     grads = reference.attend_backward(*exact[:3], where, exact[3], truth.lse, delta, **options)
     rows = (dout, truth.lse.to(result.lse.dtype), delta.to(result.lse.dtype))
-    given = kernel.attend_backward(q, k, v, where, *rows, **options)
+    given = gradients(kernel, q, k, v, where, *rows, **options)
     row_sums = (exact[3] * truth.out).sum(-1)  # of out alone, which is handed on as it is
-    by_out = kernel.attend_backward(q, k, v, where, *rows[:2], None, out=result.out.to(dtype), **options)
+    by_out = gradients(kernel, q, k, v, where, *rows[:2], None, out=result.out.to(dtype), **options)
     grads += reference.attend_backward(*exact[:3], where, exact[3], truth.lse, row_sums, **options)
     real = truth.lse != NEVER
     assert (result.lse[~real] == NEVER).all() and (result.out[~real] == 0).all()
@@ -292,7 +293,7 @@ def test_gpu_vendor_equals_reference(name: str, mask: str, shape: tuple[int, ...
     H, G, D, V = shape[2:]
     arch = torch.cuda.get_device_capability()
     problem = kernels.Problem("cuda", "bfloat16", D, V, H, G, rectangles=True, arch=arch)
-    if (reason := kernels.refusals(problem)[name]) is not None:
+    if (reason := kernels.BY_NAME[name].refuses(problem)) is not None:
         pytest.skip(reason)
     kernel = import_module(f"ringattn.kernels.attention.libraries.{name}").KERNEL
     for what, error in errors(run(kernel, mask, shape, torch.bfloat16)).items():

@@ -1,14 +1,15 @@
 """Flash attention over intervals in Triton, for NVIDIA and AMD GPUs, and for CPUs in Triton's interpreter."""
 
 from ringattn.kernels import Problem
-from ringattn.kernels.attention.triton.backward import attend_backward, flash_backward, prepare
+from ringattn.kernels.attention.triton.backward import flash_backward
 from ringattn.kernels.attention.triton.delta import row_delta
 from ringattn.kernels.attention.triton.forward import attend
+from ringattn.kernels.attention.triton.stats import prepare
 from ringattn.kernels.attention.triton.table import MAX_DIM
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.triton import cannot_run
 
-__all__ = ["KERNEL", "attend", "attend_backward", "refuses", "row_delta"]
+__all__ = ["KERNEL", "attend", "refuses", "row_delta"]
 
 
 def refuses(problem: Problem) -> str | None:

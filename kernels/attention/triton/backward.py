@@ -31,7 +31,7 @@ from ringattn.kernels.attention.triton.blocks import (
     tanh,
     tile,
 )
-from ringattn.kernels.attention.triton.stats import prepare, stats_of
+from ringattn.kernels.attention.triton.stats import stats_of
 from ringattn.kernels.attention.triton.table import Table, Tile
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.rows import EVERY, NO_SUMS, Rows
@@ -281,15 +281,6 @@ def dq_kernel(
     dq = tl.where((begin < end)[:, None], dq * scale, 0.0)  # padding may hold NaN, and then its dq is NaN
     dq_ptr += b * dq_st[0] + h * dq_st[2]
     add_rows(dq_ptr, dq, first, T, dq_st[1], dq_st[3], QUERIES, D, WIDTH_D, ADD)
-
-
-def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, where: Intervals, dout: Tensor, lse: Tensor, delta: Tensor | None, *,
-    out: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
-    **score: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """(dq, dk, dv) in float32 from the lse over all keys, added in place to dq=, dk=, dv= if they are given."""
-    return flash_backward((q, k, v), where, prepare(dout, lse, delta, out), into=(dq, dk, dv), **score)
 
 
 def flash_backward(

@@ -7,7 +7,7 @@ The kernel itself finds the range of keys of a batch row, from its first `begin`
 even splits. So rows of different lengths stay balanced, and the host never waits for the device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -18,13 +18,12 @@ from torch import Tensor
 
 from ringattn.kernels import Problem
 from ringattn.kernels.arrays import fine
-from ringattn.kernels.attention.triton import backward
+from ringattn.kernels.attention.triton import KERNEL as FLASH
 from ringattn.kernels.attention.triton import refuses as triton_refuses
 from ringattn.kernels.attention.triton.blocks import logits, tanh
 from ringattn.kernels.attention.triton.merge import merge_stack
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
-from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.triton import LN2, Launch, kind_of, power_of_2
 
 MAX_TILE_ROWS = 64  # the T * R rows of a key head that one tile can hold; with more rows use the kernel in forward.py
@@ -216,4 +215,4 @@ def multiprocessors(device: torch.device) -> int:
 
 
 # the backward pass of few queries runs the general kernels
-KERNEL = TorchKernel(attend, backward.flash_backward, refuses, backward.prepare, separable=True)
+KERNEL = replace(FLASH, attend=attend, refuses=refuses)
