@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ from ringattn.kernels import Problem
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.attention.libraries import equal_dims, gpu_refusal
 from ringattn.kernels.attention.libraries.block_lists import block_lists
+from ringattn.kernels.attention.libraries.launches import Options, repeat
 from ringattn.kernels.attention.libraries.rectangles import (
     cached,
     heads_first,
@@ -61,7 +61,6 @@ PADDED = 384  # a multiple of all blocks of queries: the mask function also read
 SPLIT_QUERIES = 4096  # with fewer, the launches of several calls take longer than lists
 MAX_CALLS_OF_A_STEP = 3  # instead of lists: each prepares its queries, and its gradients are added up
 KEYS_A_QUERY = 1024  # forward, with fewer on average our own kernel takes less than another pass over all queries
-COMPILING = Lock()  # one thread at a time: FA4's compiler keeps what it works on for the whole process
 
 
 def refuses(problem: Problem) -> str | None:
@@ -80,7 +79,7 @@ def refuses(problem: Problem) -> str | None:
 class Mask(NamedTuple):
     """The arguments that say the mask of all queries and keys of a call."""
 
-    options: dict[str, Any]
+    options: Options
     empty: Tensor | None = None  # which rows see no key, [rows, 1, T]; None if the host knows that all do
 
 
@@ -90,7 +89,7 @@ class Call(NamedTuple):
     Queries and keys are counted over all rows of a batch. FA4 writes nothing for keys that no query sees.
     """
 
-    options: dict[str, Any]
+    options: Options
     queries: slice = slice(None)
     keys: slice = slice(None)
     gaps: Sequence[slice] = ()
@@ -174,19 +173,19 @@ def as_lists(
     all_see = where.host is not None and bool((where.host[0] < where.host[1]).all())
     empty = None if all_see else (where.begin >= where.end)[:, None]
     sparse = BlockSparseTensorsTorch(*lists, block_size=tile)
-    options = {"mask_mod": sees, "block_sparse_tensors": sparse, "aux_tensors": bounds}
+    options = Options({"mask_mod": sees, "block_sparse_tensors": sparse, "aux_tensors": bounds})
     return (Rectangle(queries, keys, Mask(options, empty)),)
 
 
-def masked(sequences: Sequences) -> dict[str, Any]:
+def masked(sequences: Sequences) -> Options:
     """The arguments for the mask of sequences."""
-    window = sequences.window
-    return {"causal": sequences.causal} if window is None else {"window_size_left": window, "window_size_right": 0}
+    left = sequences.window
+    return Options({"causal": sequences.causal} if left is None else {"window_size_left": left, "window_size_right": 0})
 
 
-def cells_of(cells: np.ndarray, device: torch.device) -> dict[str, Any]:
+def options_of(mask: Sequences, cells: np.ndarray, device: torch.device) -> Options:
     """The arguments for sequences in this order, which may lie apart."""
-    options: dict[str, Any] = {}
+    options = masked(mask)
     for name, (start, stop) in (("q", cells[:, :2].T), ("k", cells[:, 2:].T)):
         for kind, x in ((f"cu_seqlens_{name}", np.append(start, stop.max())), (f"seqused_{name}", stop - start)):
             options[kind] = torch.from_numpy(x.astype(np.int32)).to(device, non_blocking=True)
@@ -197,7 +196,7 @@ def cells_of(cells: np.ndarray, device: torch.device) -> dict[str, Any]:
 def forward_calls(groups: Sequence[Sequences], device: torch.device) -> list[Call]:
     """One call for each mask. Blocks of queries with many keys take long: if they began last, they would run alone."""
     ordered = [x.cells[np.argsort(x.cells[:, 2] - x.cells[:, 3], kind="stable")] for x in groups]
-    return [Call(masked(group) | cells_of(cells, device)) for group, cells in zip(groups, ordered, strict=True)]
+    return [Call(options_of(group, cells, device)) for group, cells in zip(groups, ordered, strict=True)]
 
 
 def backward_calls(groups: Sequence[Sequences], length: int, whole: bool, device: torch.device) -> list[Call]:
@@ -221,7 +220,7 @@ def backward_calls(groups: Sequence[Sequences], length: int, whole: bool, device
         moved = np.array(call) - [queries.start, queries.start, keys.start, keys.start]
         edges = [0, *moved[:, 2:].ravel().tolist(), keys.stop - keys.start]
         gaps = [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-        made.append(Call(masked(group) | cells_of(moved, device), queries, keys, gaps))
+        made.append(Call(options_of(group, moved, device), queries, keys, gaps))
     return made
 
 
@@ -238,9 +237,9 @@ def forward(
         run_calls(q_BTHD, k_BSGD, v_BSGV, mask.calls, into, scale, softcap)
         return finished(into, mask.empty)
     announce()
-    given = {"softmax_scale": scale, "softcap": softcap, "return_lse": True, **mask.options}
-    with COMPILING:
-        out, lse = _flash_attn_fwd(q_BTHD, k_BSGD, v_BSGV, **given)[:2]
+    tensors = {"q": q_BTHD, "k": k_BSGD, "v": v_BSGV}
+    numbers = {"softmax_scale": scale, "softcap": softcap, "return_lse": True}
+    out, lse = repeat(_flash_attn_fwd, mask.options, tensors, **numbers)[:2]
     lse = nan_kept(lse) if mask.empty is None else nan_kept(lse).masked_fill_(mask.empty, NEVER)
     return out, heads_first(lse)
 
@@ -251,11 +250,10 @@ def run_calls(
 ) -> None:  # fmt: skip
     """All sequences of a step, each of which writes its rows of `into`."""
     announce()
-    tensors = [x.flatten(0, 1) for x in unit_stride(q_BTHD, k_BSGD, v_BSGV)]
-    given = {"softmax_scale": scale, "softcap": softcap, "return_lse": True}
-    for call in calls:
-        with COMPILING:
-            _flash_attn_fwd(*tensors, **given, out=into.out.flatten(0, 1), lse=by_heads(into.lse), **call.options)
+    q, k, v, out = [x.flatten(0, 1) for x in (*unit_stride(q_BTHD, k_BSGD, v_BSGV), into.out)]
+    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": by_heads(into.lse)}
+    for each in calls:
+        repeat(_flash_attn_fwd, each.options, tensors, softmax_scale=scale, softcap=softcap, return_lse=True)
 
 
 def nan_kept(lse: Tensor) -> Tensor:
@@ -275,9 +273,10 @@ def backward(
         return dq, dk, dv
     out = torch.zeros_like(dout_BTHV) if out_BTHV is None else out_BTHV
     lse, minus = (None if x is None else heads_first(x).contiguous() for x in (lse_BTH, delta))
-    options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dlse": None if minus is None else -minus}
-    with COMPILING:
-        return _flash_attn_bwd(q_BTHD, k_BSGD, v_BSGV, out, dout_BTHV, lse, **options, **mask.options)[:3]
+    tensors = {"q": q_BTHD, "k": k_BSGD, "v": v_BSGV, "out": out, "dout": dout_BTHV, "lse": lse}
+    tensors["dlse"] = None if minus is None else -minus
+    dq, dk, dv = repeat(_flash_attn_bwd, mask.options, tensors, softmax_scale=scale, softcap=softcap or 0.0)[:3]
+    return dq, dk, dv
 
 
 def gradients(
@@ -294,11 +293,9 @@ def gradients(
         dk, dv = (x.new_empty(x[keys].shape) for x in (k, v))
         if gaps:
             torch._foreach_zero_([x[at] for at in gaps for x in (dk, dv)])
-        given = {"softmax_scale": scale, "softcap": softcap or 0.0, "dq": dq, "dk": dk, "dv": dv, **options}
-        if delta is not None:
-            given["dlse"] = -delta[:, queries].contiguous()
-        with COMPILING:
-            _flash_attn_bwd(q, k[keys], v[keys], out, dout, lse[:, queries].contiguous(), **given)
+        given = {"q": q, "k": k[keys], "v": v[keys], "out": out, "dout": dout, "lse": lse[:, queries].contiguous()}
+        given |= {"dq": dq, "dk": dk, "dv": dv, "dlse": None if delta is None else -delta[:, queries].contiguous()}
+        repeat(_flash_attn_bwd, options, given, softmax_scale=scale, softcap=softcap or 0.0)
         for total, x in zip(sums, (dk, dv), strict=True):
             total.add(x.unflatten(0, (B, -1)), keys if B == 1 else slice(None))
     if len(calls) == 1:
