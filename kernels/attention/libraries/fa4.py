@@ -293,9 +293,10 @@ def gradients(
         dk, dv = (x.new_empty(x[keys].shape) for x in (k, v))
         if gaps:
             torch._foreach_zero_([x[at] for at in gaps for x in (dk, dv)])
-        given = {"q": q, "k": k[keys], "v": v[keys], "out": out, "dout": dout, "lse": lse[:, queries].contiguous()}
-        given |= {"dq": dq, "dk": dk, "dv": dv, "dlse": None if delta is None else -delta[:, queries].contiguous()}
-        repeat(_flash_attn_bwd, options, given, softmax_scale=scale, softcap=softcap or 0.0)
+        dlse = None if delta is None else -delta[:, queries].contiguous()
+        given = {"q": q, "k": k[keys], "v": v[keys], "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+        given["lse"] = lse[:, queries].contiguous()
+        repeat(_flash_attn_bwd, options, {**given, "dlse": dlse}, softmax_scale=scale, softcap=softcap or 0.0)
         for total, x in zip(sums, (dk, dv), strict=True):
             total.add(x.unflatten(0, (B, -1)), keys if B == 1 else slice(None))
     if len(calls) == 1:

@@ -6,7 +6,7 @@ anything else, or gives a kernel what has no known origin, goes on through the i
 it reads from the environment is taken to stay as it is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import Lock, get_ident
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Options(dict[str, Any]):
 class Launches(NamedTuple):
     """Memory is made, and kernels get places of one list: tensors that are given, this memory, and constants."""
 
-    made: list[Callable[[], Tensor]]
+    made: Sequence[Callable[[], Tensor]]
     zeros: list[int]
     constants: list[Any]
     kernels: list[tuple[Kernel, list[int]]]
@@ -53,9 +53,11 @@ class Launches(NamedTuple):
         return [found[place] for place in self.results]
 
 
-def repeat(function: Interface, options: Options, tensors: dict[str, Tensor | None], **numbers: Any) -> Sequence[Any]:
+def repeat(
+    function: Interface, options: Options, tensors: Mapping[str, Tensor | None], **numbers: Any
+) -> Sequence[Any]:
     """function(**tensors, **numbers, **options)"""
-    given = list(tensors.values())
+    given: list[Any] = list(tensors.values())
     kind = function, *numbers.values(), *[None if x is None else kind_of(x) for x in given]
     known = options.launches.get(kind)
     if type(known) is Launches:
