@@ -77,7 +77,7 @@ def test_what_is_not_known_goes_through_the_interface(change: str) -> None:
     assert all(type(why) is str and why != launches.ONCE for why in options.launches.values())
 
 
-T = 4096
+T = 12_288
 ENDS = np.arange(1, T + 1)[None]
 STARTS = ENDS * 0
 MASKS = {
@@ -85,9 +85,9 @@ MASKS = {
     "full": (STARTS, STARTS + T),
     "window": (np.maximum(ENDS - 512, 0), ENDS),
     "documents": ((ENDS - 1) // 700 * 700, ENDS),
-    "300 documents": ((ENDS - 1) // 13 * 13, ENDS),
+    "300 documents": ((ENDS - 1) // 40 * 40, ENDS),
     "lists": (np.maximum(ENDS - 900, 0) // 3 * 3, ENDS),
-    "some see nothing": (STARTS, np.minimum(ENDS, 3000) * (ENDS > 1000)),
+    "some see nothing": (STARTS, np.minimum(ENDS, 9000) * (ENDS > 3000)),
 }
 
 

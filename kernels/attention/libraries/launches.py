@@ -6,7 +6,7 @@ anything else, or gives a kernel what has no known origin, goes on through the i
 it reads from the environment is taken to stay as it is.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock, get_ident
 from typing import Any, NamedTuple
@@ -17,13 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 COMPILING = Lock()  # one thread at a time: FA4's compiler keeps what it works on for the whole process
 ONCE = "called once"
-EMPTY = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")}
-ZEROS = {"aten::zeros", "aten::zeros_like", "aten::new_zeros"}
-SAME_MEMORY = {"aten::alias", "aten::detach", "aten::expand"}
+EMPTY = "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"
+ZEROS = "aten::zeros", "aten::new_zeros"
+SAME_MEMORY = "aten::alias", "aten::detach", "aten::expand"
 LARGEST_NUMBER = 2**31  # above it, a number may be an address, which another call has not
-
-Interface = Callable[..., Sequence[Any]]
-Kernel = Callable[..., None]
 
 
 class Options(dict[str, Any]):
@@ -38,23 +35,20 @@ class Launches(NamedTuple):
     """Memory is made, and kernels get places of one list: tensors that are given, this memory, and constants."""
 
     made: Sequence[Callable[[], Tensor]]
-    zeros: list[int]
     constants: list[Any]
-    kernels: list[tuple[Kernel, list[int]]]
+    kernels: list[tuple[Callable[..., Any], list[int]]]
     results: list[int]
 
     def run(self, given: Sequence[Tensor | None]) -> Sequence[Any]:
         inputs = [x.detach() if x is not None and x.requires_grad else x for x in given]
         found = [*inputs, *[make() for make in self.made], *self.constants]
-        if self.zeros:
-            torch._foreach_zero_([found[place] for place in self.zeros])
         for kernel, places in self.kernels:
             kernel(*[found[place] for place in places])
         return [found[place] for place in self.results]
 
 
 def repeat(
-    function: Interface, options: Options, tensors: Mapping[str, Tensor | None], **numbers: Any
+    function: Callable[..., Any], options: Options, tensors: Mapping[str, Tensor | None], **numbers: Any
 ) -> Sequence[Any]:
     """function(**tensors, **numbers, **options)"""
     given: list[Any] = list(tensors.values())
@@ -64,11 +58,11 @@ def repeat(
         return known.run(given)
     run = partial(function, **tensors, **numbers, **options)
     with COMPILING:
-        if known != ONCE or (given[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        if known == ONCE and not (given[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            results, options.launches[kind] = learned(function, run, options, given)
+        else:
             results = run()
             options.launches.setdefault(kind, ONCE)
-        else:
-            results, options.launches[kind] = learned(function, run, options, given)
     return results
 
 
@@ -78,9 +72,9 @@ def kind_of(x: Tensor) -> tuple[Any, ...]:
 
 
 def learned(
-    function: Interface, run: Callable[[], Sequence[Any]], options: Options, given: Sequence[Tensor | None]
+    function: Callable[..., Any], run: Callable[[], Any], options: Options, given: Sequence[Tensor | None]
 ) -> tuple[Sequence[Any], Launches | str]:
-    """The results of a call that is watched, and its launches."""
+    """The results of a call that is watched, and its launches or why it has none."""
     results = None
     try:
         with Watch(function) as watch:
@@ -93,16 +87,16 @@ def learned(
 class Watch(TorchDispatchMode):
     """Notes what a function of an interface allocates and launches, and what else it does, in this thread.
 
-    Compiled kernels lie in `compile_cache` of functions that it sees: while it is watched, in a `Watched` one.
+    Compiled kernels lie in `compile_cache` of functions that it sees, in whose place this puts one that notes launches.
     """
 
-    def __init__(self, function: Interface):
+    def __init__(self, function: Callable[..., Any]):
         super().__init__()
-        seen = getattr(function, "__globals__", {}).values()
+        seen = function.__globals__.values()
         self.caches = [(x, x.compile_cache) for x in seen if "compile_cache" in getattr(x, "__dict__", ())]
         self.thread, self.launching = get_ident(), False
-        self.made: list[tuple[Tensor, bool]] = []  # with whether it is zeros
-        self.launches: list[tuple[Kernel, tuple[Any, ...]]] = []
+        self.made: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self.launches: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.unknown: list[str] = []
 
     @classmethod
@@ -121,16 +115,18 @@ class Watch(TorchDispatchMode):
             owner.compile_cache = cache
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = op(*args, **(kwargs or {})), op._schema.name
+        x, name = op(*args, **(kwargs or {})), op._schema.name
         if self.launching:  # each launch does this again
-            return result
-        if name in EMPTY or name in ZEROS:
-            self.made.append((result, name in ZEROS))
+            return x
+        if name in EMPTY:
+            self.made.append((x, partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)))
+        elif name in ZEROS:
+            self.made.append((x, partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)))
         elif name not in SAME_MEMORY:
             self.unknown.append(name)
-        return result
+        return x
 
-    def launch(self, kernel: Kernel, *args: Any) -> None:
+    def launch(self, kernel: Callable[..., Any], *args: Any) -> None:
         self.launches.append((kernel, args))
         self.launching = True
         kernel(*args)
@@ -143,15 +139,15 @@ class Watched:
     def __init__(self, cache: Any, watch: Watch):
         self.cache, self.watch = cache, watch
 
-    def __getitem__(self, key: Any) -> Any:
-        kernel = self.cache[key]
-        return partial(self.watch.launch, kernel) if get_ident() == self.watch.thread else kernel
+    def __contains__(self, key: Any) -> bool:
+        return key in self.cache
 
     def __setitem__(self, key: Any, kernel: Any) -> None:
         self.cache[key] = kernel
 
-    def __contains__(self, key: Any) -> bool:
-        return key in self.cache
+    def __getitem__(self, key: Any) -> Any:
+        kernel = self.cache[key]
+        return partial(self.watch.launch, kernel) if get_ident() == self.watch.thread else kernel
 
 
 def launches_of(
@@ -159,22 +155,22 @@ def launches_of(
 ) -> Launches | str:
     """The launches of a call that was watched; or why later calls must not repeat them."""
     tensors, made = [x for x in given if x is not None], [x for x, _ in watch.made]
-    lasting = {memory(x) for x in leaves(list(options.values())) if isinstance(x, Tensor)}
+    lasting = {x.data_ptr() for x in leaves(list(options.values())) if isinstance(x, Tensor)}
     if watch.unknown:
         return f"it runs {', '.join(watch.unknown)}"
     if any(type(x) is not Tensor or x.numel() == 0 for x in (*tensors, *made)):
         return "tensors of other types, or without elements"
-    if len({x.data_ptr() for x in tensors}) < len(tensors) or lasting & {memory(x) for x in tensors}:
+    if len({x.data_ptr() for x in tensors} - lasting) < len(tensors):
         return "two tensors in one place, which those of later calls may not be"
     places = {identity(x): place for place, x in enumerate((*given, *made)) if x is not None}
-    first, constants, strange = len(given) + len(made), list[Any](), list[Any]()
+    constants, strange = list[Any](), list[Any]()
 
     def place_of(x: Any) -> int:
         if isinstance(x, Tensor) and identity(x) in places:
             return places[identity(x)]
         strange.extend(leaf for leaf in leaves(x) if not is_constant(leaf, lasting))
         constants.append(x)
-        return first + len(constants) - 1
+        return len(given) + len(made) + len(constants) - 1
 
     kernels = [(kernel, [place_of(x) for x in args]) for kernel, args in watch.launches]
     last = [place_of(x) for x in results]
@@ -182,15 +178,13 @@ def launches_of(
         return f"of unknown origin: {[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in strange]}"
     if not {*places.values()} <= {place for _, used in kernels for place in used}:
         return "no kernel gets one of the tensors: not every launch was seen"
-    new = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
-    zeros = [len(given) + i for i, (_, is_zeros) in enumerate(watch.made) if is_zeros]
-    return Launches(new, zeros, constants, kernels, last)
+    return Launches([make for _, make in watch.made], constants, kernels, last)
 
 
 def is_constant(x: Any, lasting: set[int]) -> bool:
     """Whether x is the same in later calls: memory of the options, or a number but no address."""
     if isinstance(x, Tensor):
-        return memory(x) in lasting
+        return x.data_ptr() in lasting
     return x is None or (isinstance(x, (int, float)) and abs(x) < LARGEST_NUMBER)
 
 
@@ -198,14 +192,6 @@ def identity(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
-def memory(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def leaves(x: Any) -> Iterator[Any]:
+def leaves(x: Any) -> list[Any]:
     """x, or what lies in it if it is a list or a tuple."""
-    if isinstance(x, (list, tuple)):
-        for each in x:
-            yield from leaves(each)
-    else:
-        yield x
+    return [leaf for each in x for leaf in leaves(each)] if isinstance(x, (list, tuple)) else [x]
