@@ -23,6 +23,12 @@ def namespace(x: Array) -> Any:
     raise TypeError(f"expected a torch tensor or a jax array, got {type(x).__name__}")
 
 
+def is_floating(x: Array) -> bool:
+    """Whether x holds floats."""
+    xp = namespace(x)
+    return bool(x.is_floating_point() if xp.__name__ == "torch" else xp.issubdtype(x.dtype, xp.floating))
+
+
 def astype(x: Array, dtype: Any) -> Array:
     return x.to(dtype) if is_torch(x) else x.astype(dtype)
 

@@ -52,7 +52,7 @@ def rows_of(
 def row_delta(out: Array, dout: Array, dlse: Array | None = None) -> Array:
     """rowsum(dout * out) - dlse: all that the backward pass needs of out and of the lse's gradient."""
     if is_torch(out) and out.is_cuda and out.itemsize < 8:
-        from ringattn.kernels.attention.triton.delta import row_delta as in_one_pass  # triton is part of torch for GPUs
+        from ringattn.kernels.attention.triton.stats import row_delta as in_one_pass  # triton is part of torch for GPUs
 
         return in_one_pass(out, dout, dlse)
     xp, dtype = namespace(out), accumulator(out)

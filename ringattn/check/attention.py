@@ -3,6 +3,7 @@
 from typing import Any
 
 from ringattn.check.arguments import of_arguments, of_dims, of_kinds
+from ringattn.kernels.arrays import is_floating
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.plan import Plan
 from ringattn.plans.sizes import groups_problem, heads_problem
@@ -63,8 +64,19 @@ def of_exchanged(q: Any, k: Any, plan: Plan) -> str:
     return f"q has shape {tuple(q.shape)}, whose dims 1 and 2 look exchanged: pass q, k and v as x.transpose(1, 2)"
 
 
-def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:
-    if tuple(sinks.shape) != (heads,) or not floating:
+def of_dtypes(q: Any, k: Any, v: Any) -> str | None:
+    """All three are floats of one dtype."""
+    named = {"q": q, "k": k, "v": v}
+    for name, x in named.items():
+        if not is_floating(x) or x.dtype.itemsize < 2:
+            return f"{name} is {x.dtype}; attention takes float16, bfloat16, float32 or float64"
+    if len({x.dtype for x in named.values()}) > 1:
+        return ", ".join(f"{n} is {x.dtype}" for n, x in named.items()) + "; give all three the same dtype"
+    return None
+
+
+def of_sinks(sinks: Any, heads: int) -> str | None:
+    if sinks is not None and (tuple(sinks.shape) != (heads,) or not is_floating(sinks)):
         return f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; expected one per query head, ({heads},)"
     return None
 

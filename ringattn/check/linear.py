@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from ringattn.check.arguments import has_shape
 from ringattn.check.attention import of_batch, of_docs, of_lengths, of_shapes
+from ringattn.kernels.arrays import accumulator, is_floating
 from ringattn.masks.numeric import of_choice
 from ringattn.masks.spec import AttentionSpec, Docs, of_factor
 from ringattn.plans.plan import Plan
@@ -85,13 +86,15 @@ def of_numbers(x: Given, first: Callable[[Any], tuple[int, ...] | None]) -> str 
     return None
 
 
-def of_asked(x: Given, plan: Plan, asked: Asked, kernels: Sequence[str], dtype: Any) -> str | None:
-    """The scale, the kernel and the scan, and the initial state, which is to have this dtype."""
+def of_asked(x: Given, plan: Plan, asked: Asked, kernels: Sequence[str]) -> str | None:
+    """The scale, the kernel and the scan, the initial state, and that all are floats."""
+    others = x._asdict().items()
     return (
         of_factor("scale", asked.scale, f"None for 1 / sqrt({x.q.shape[-1]})")
         or of_choice("kernel", asked.kernel, ("auto", *kernels))
         or of_scan(plan, asked.scan)
-        or (None if x.initial_state is None else of_state(x, asked.docs, dtype))
+        or (None if x.initial_state is None else of_state(x, asked.docs, accumulator(x.q)))
+        or next((f"{n} is {t.dtype}; expected floats" for n, t in others if t is not None and not is_floating(t)), None)
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.check.attention import of_docs, of_lengths, of_plan, of_shapes, of_sinks
+from ringattn.check.attention import of_docs, of_dtypes, of_lengths, of_plan, of_shapes, of_sinks
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.plan import Plan
 
@@ -32,11 +32,8 @@ def of_types(**tensors: Any) -> str | None:
 
 def of_tensors(q: Tensor, k: Tensor, v: Tensor, linear: bool = False) -> str | None:
     named = {"q": q, "k": k, "v": v}
-    for name, x in named.items():
-        if not x.is_floating_point() or x.element_size() < 2:
-            return f"{name} is {x.dtype}; attention takes float16, bfloat16, float32 or float64"
-    if len({x.dtype for x in named.values()}) > 1:
-        return ", ".join(f"{n} is {x.dtype}" for n, x in named.items()) + "; give all three the same dtype"
+    if problem := of_dtypes(q, k, v):
+        return problem
     if len({x.device for x in named.values()}) > 1:
         return ", ".join(f"{n} is on {x.device}" for n, x in named.items()) + "; put all three on one device"
     if q.is_meta:
@@ -55,7 +52,7 @@ def of_dense(**tensors: Tensor | None) -> str | None:
 def of_sinks_for(q: Tensor, sinks: Tensor | None) -> str | None:
     if sinks is None:
         return None
-    problem = of_dense(sinks=sinks) or of_sinks(sinks, q.shape[2], sinks.is_floating_point())
+    problem = of_dense(sinks=sinks) or of_sinks(sinks, q.shape[2])
     if problem is None and sinks.device != q.device:
         problem = f"sinks is on {sinks.device}, q on {q.device}; put both on one device"
     return problem

@@ -2,9 +2,8 @@
 
 from ringattn.kernels import Problem
 from ringattn.kernels.attention.triton.backward import flash_backward
-from ringattn.kernels.attention.triton.delta import row_delta
 from ringattn.kernels.attention.triton.forward import attend
-from ringattn.kernels.attention.triton.stats import prepare
+from ringattn.kernels.attention.triton.stats import prepare, row_delta
 from ringattn.kernels.attention.triton.table import MAX_DIM
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.triton import cannot_run

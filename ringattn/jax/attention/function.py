@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check.attention import of_batch, of_docs, of_lengths, of_plan
+from ringattn.check.attention import of_batch, of_docs, of_dtypes, of_lengths, of_plan, of_sinks
 from ringattn.comms.axis import Pending
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention import ulysses
@@ -26,7 +26,6 @@ from ringattn.jax.attention.gather import gather_backward, gather_forward
 from ringattn.jax.attention.groups import of_heads, one_ahead
 from ringattn.jax.attention.ring import ring_backward, ring_forward
 from ringattn.jax.attention.steps import Score, Visible, cut_of, local_positions, shape_of, step_of
-from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.lookup import spoiled
 from ringattn.jax.sharding import current_mesh, cut_of_tokens, located, on_every_device
 from ringattn.kernels.partial import NEVER, add_sinks, empty, sink_gradient
@@ -72,7 +71,7 @@ def attention(
         of_dtypes(q, k, v)
         or of_batch(q)
         or of_plan(q, k, v, plan)
-        or of_sinks_for(q, sinks)
+        or of_sinks(sinks, q.shape[2])
         or of_lengths(q, k, plan, spec, (length, key_length), docs, key_docs)
         or of_docs(q.shape[0], plan, spec, docs, key_docs)
     )

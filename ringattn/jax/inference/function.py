@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringattn.check.arguments import of_sizes, of_unknown
-from ringattn.check.attention import of_lengths, of_plan, of_shapes
+from ringattn.check.attention import of_dtypes, of_lengths, of_plan, of_shapes, of_sinks
 from ringattn.check.cache import of_filled, of_window
 from ringattn.jax.attention.steps import local_positions, recipe_of, score_of
-from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
 from ringattn.jax.sharding import reordered
 from ringattn.kernels.intervals import Intervals
@@ -49,7 +48,7 @@ def prefill(
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or of_plan(q, k, v, plan)
-        or of_sinks_for(q, sinks)
+        or of_sinks(sinks, q.shape[2])
         or of_lengths(q, k, plan, AttentionSpec(causal=False), (length, length))
         or of_cache(cache, plan, spec)
         or cache.problem(k, v, plan.seq_len)
@@ -77,7 +76,7 @@ def decode(
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
-        or of_sinks_for(q, sinks)
+        or of_sinks(sinks, q.shape[2])
         or of_tokens(q, k, cache, spec)
         or cache.problem(k, v, k.shape[1])
     )

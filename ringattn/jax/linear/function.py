@@ -4,19 +4,17 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from ringattn.check.attention import of_dtypes
 from ringattn.check.linear import Asked, Given, by_document, of_asked, of_linear, of_numbers, returned_states
 from ringattn.jax.attention.function import filled, is_eager
-from ringattn.jax.check import of_dtypes
 from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_device
 from ringattn.jax.linear.states import STATES
 from ringattn.jax.lookup import spoiled
 from ringattn.jax.sharding import located, on_every_device
-from ringattn.kernels.arrays import accumulator
 from ringattn.masks.spec import raise_if
 from ringattn.plans.plan import Plan
 
@@ -51,13 +49,7 @@ def linear_attention(x: Given, plan: Plan | None, asked: Asked) -> Any:
 
 def problem_of(x: Given, plan: Plan, asked: Asked, length: int) -> str | None:
     """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
-    gates = [(n, t.dtype) for n, t in (("log_decay", x.log_decay), ("beta", x.beta)) if t is not None]
-    return (
-        of_linear(x, plan, asked.docs, length)
-        or of_dtypes(*x[:3])
-        or of_asked(x, plan, asked, KERNELS, accumulator(x.q))
-        or next((f"{n} is {t}; expected floats" for n, t in gates if not jnp.issubdtype(t, jnp.floating)), None)
-    )
+    return of_linear(x, plan, asked.docs, length) or of_dtypes(*x[:3]) or of_asked(x, plan, asked, KERNELS)
 
 
 def of_known(x: Given, plan: Plan, asked: Asked) -> str | None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from ringattn.check.arguments import of_arguments, of_arrays, of_returned
 from ringattn.check.linear import Asked, Given, by_document, of_asked, of_linear, of_numbers, returned_states
 from ringattn.kernels import linear
-from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs, ShapeAndDtype
 from ringattn.kernels.protocol import LinearKernel
 from ringattn.masks.spec import Docs
@@ -137,14 +136,11 @@ def problem(x: Given, plan: Plan | None, asked: Asked) -> str | None:
         of_linear(x, plan, asked.docs, plan.local_len)
         or of_tensors(q, k, v, linear=True)
         or of_dense(**others)
-        or of_asked(x, plan, asked, [kernel.name for kernel in linear.TABLE], accumulator(q))
+        or of_asked(x, plan, asked, [kernel.name for kernel in linear.TABLE])
     )
     for name, t in others.items():
-        if wrong is None and t is not None:
-            if not t.is_floating_point():
-                wrong = f"{name} is {t.dtype}; expected floats"
-            elif t.device != q.device:
-                wrong = f"{name} is on {t.device}, q on {q.device}; put both on one device"
+        if wrong is None and t is not None and t.device != q.device:
+            wrong = f"{name} is on {t.device}, q on {q.device}; put both on one device"
     return wrong
 
 
