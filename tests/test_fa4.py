@@ -1,8 +1,8 @@
 """FlashAttention-4 on intervals: sequences and lists of tiles here; the kernel itself on a GPU that has it."""
 
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -368,12 +368,9 @@ def test_threads_call_fa4_one_after_the_other(fa4_here, monkeypatch) -> None:
 
     monkeypatch.setattr(fa4, "_flash_attn_fwd", slow)
     x, end = torch.randn(1, 8, 1, 8), np.arange(1, 9)[None]
-    calls = [partial(fa4.KERNEL.attend, x, x, x, intervals(end * 0, end, True), scale=1.0) for _ in range(4)]
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(fa4.KERNEL.attend, x, x, x, intervals(end * 0, end, True), scale=1.0)
     assert most == [1] * 4
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ringattn.kernels.attention.libraries import launches
 from ringattn.kernels.attention.libraries.launches import Launches, Options, repeat
+from ringattn.kernels.rows import row_delta
+from tests.cases import gradients
 
 CALLS: list[str] = []
 CHANGED: set[str] = set()
@@ -78,16 +80,15 @@ def test_what_is_not_known_goes_through_the_interface(change: str) -> None:
 
 
 T = 12_288
-ENDS = np.arange(1, T + 1)[None]
-STARTS = ENDS * 0
+AT = np.arange(T)[None]
 MASKS = {
-    "causal": (STARTS, ENDS),
-    "full": (STARTS, STARTS + T),
-    "window": (np.maximum(ENDS - 512, 0), ENDS),
-    "documents": ((ENDS - 1) // 700 * 700, ENDS),
-    "300 documents": ((ENDS - 1) // 40 * 40, ENDS),
-    "lists": (np.maximum(ENDS - 900, 0) // 3 * 3, ENDS),
-    "some see nothing": (STARTS, np.minimum(ENDS, 9000) * (ENDS > 3000)),
+    "causal": (AT * 0, AT + 1),
+    "full": (AT * 0, AT * 0 + T),
+    "window": (np.maximum(AT - 512, 0), AT + 1),
+    "documents": (AT // 700 * 700, AT + 1),
+    "300 documents": (AT // 40 * 40, AT + 1),
+    "lists": (np.maximum(AT - 900, 0) // 3 * 3, AT + 1),
+    "some see nothing": (AT * 0, np.where(AT < 3000, 0, np.minimum(AT + 1, 9000))),
 }
 
 
@@ -95,26 +96,27 @@ MASKS = {
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("name", MASKS)
 def test_fa4_launched_directly_gives_what_its_interface_gives(monkeypatch, name: str, softcap: float | None) -> None:
-    """Four calls, forward and backward, from out and from delta: the third and fourth without the interface."""
+    """Calls on other tensors, forward, and backward from out and from delta: from the third on without the interface.
+
+    The interface is reached by masks that are new. Gradients are sums in an order that changes.
+    """
     fa4, launched, run = needs_fa4(), [], Launches.run
     monkeypatch.setattr(Launches, "run", lambda self, given: launched.append(1) or run(self, given))
     where, score = intervals(*MASKS[name], host=True), {"scale": 0.1, "softcap": softcap}
+
+    def results(where: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[int, list[Tensor]]:
+        launched.clear()
+        part = fa4.KERNEL.attend(q, k, v, where, **score)
+        given, out = (fa4.KERNEL, q, k, v, where, dout, part.lse), part.out.bfloat16()
+        grads = gradients(*given, None, out=out, **score) + gradients(*given, row_delta(out, dout), **score)
+        return len(launched), [*part, *grads]
+
     counts = []
     for _ in range(4):
-        q, k, v, dout = (torch.randn(1, T, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
-
-        def results(where: Any, q=q, k=k, v=v, dout=dout) -> list[Any]:
-            launched.clear()
-            part = fa4.KERNEL.attend(q, k, v, where, **score)
-            delta = (part.out.float() * dout).sum(-1)
-            given = [q, k, v, where, dout, part.lse]
-            by_out = fa4.KERNEL.attend_backward(*given, None, out=part.out.bfloat16(), **score)
-            return [*part, *by_out, *fa4.KERNEL.attend_backward(*given, delta, **score)]
-
-        found, counted = results(where), len(launched)
-        counts.append(counted)
-        for a, b in zip(found, results(where._replace(made={})), strict=True):
-            assert torch.allclose(a.float(), b.float(), atol=1e-2, rtol=1e-2, equal_nan=True)
-        assert all(torch.equal(a, b) for a, b in zip(found[:2], results(where._replace(made={}))[:2], strict=True))
-        assert not launched, "new masks go through the interface"
+        tensors = [torch.randn(1, T, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8)]
+        (count, found), (none, expected) = results(where, *tensors), results(where._replace(made={}), *tensors)
+        assert none == 0 and all(map(torch.equal, found[:2], expected[:2]))
+        for a, b in zip(found[2:], expected[2:], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
+        counts.append(count)
     assert counts[:2] == [0, 0] and counts[2] == counts[3] >= 3, counts
