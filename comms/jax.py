@@ -68,16 +68,11 @@ class MeshAxis:
     def rotate(self, tensors: Sequence[Any], shift: int = 1, senders: Sequence[int] | None = None) -> Done:
         """Send to rank + shift and receive from rank - shift; zeros arrive from ranks that are not senders."""
         ranks = range(self.size) if senders is None else senders
-        names, places = self.in_mesh_order
+        names = tuple(name for name in self.mesh.axis_names if name in self.names)  # by which ppermute counts
+        shape, order = [axis_size(self.mesh, name) for name in names], [names.index(name) for name in self.names]
+        places = np.arange(self.size).reshape(shape).transpose(order).ravel().tolist()
         pairs = [(places[r], places[(r + shift) % self.size]) for r in ranks]
         return Done(tuple(lax.ppermute(x, names, pairs) for x in tensors))
-
-    @property
-    def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
-        """(names, places): the axes in the mesh's order, by which ppermute counts, and the place of each rank."""
-        names = tuple(name for name in self.mesh.axis_names if name in self.names)
-        places = np.arange(self.size).reshape([axis_size(self.mesh, name) for name in names])
-        return names, places.transpose([names.index(name) for name in self.names]).ravel().tolist()
 
     def all_to_all(self, tensors: Sequence[Any], split: int, join: int) -> All:
         """Cut each into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""

@@ -5,7 +5,7 @@ All kernels compute the same attention as `reference.py`, with the same signatur
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.partial import Partial
@@ -13,32 +13,6 @@ from ringattn.kernels.rows import EVERY, NO_SUMS, Rows, with_delta
 
 if TYPE_CHECKING:
     from ringattn.kernels import Problem
-
-
-class Attend(Protocol):
-    """Attention of the queries over their intervals, merged into `carry`; `out` has `out_dtype` if that is given.
-
-    Values that a query does not see do not reach it, not even NaN. Tensors may require gradients: `backward` has them.
-    """
-
-    def __call__(
-        self, q_BTHD: Any, k_BSGD: Any, v_BSGV: Any, where: Intervals, /, *, scale: float, softcap: float | None = None,
-        carry: Partial | None = None, out_dtype: Any = None,
-    ) -> Partial: ...  # fmt: skip
-
-
-class Backward(Protocol):
-    """The gradients (dq, dk, dv) of these keys; `rows` are of the kernel's `prepare`.
-
-    Gradients that are not in `want` may be left out (None) by a kernel that is `separable`. A gradient is a tensor, or
-    a `Total` whose terms are not added up yet, or the tensor of `into`, if the kernel added to that. With `final`
-    nothing will be added to the gradients, so they may be rounded to the dtypes of q, k and v.
-    """
-
-    def __call__(
-        self, tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-        into: tuple[Any, Any, Any] = NO_SUMS, *, scale: float, softcap: float | None = None, final: bool = False,
-    ) -> tuple[Any, Any, Any]: ...  # fmt: skip
 
 
 class Disjoint(NamedTuple):
@@ -65,8 +39,13 @@ class Disjoint(NamedTuple):
 class TorchKernel:
     """A kernel for torch tensors.
 
-    attend     -> Partial(out, lse)
-    backward   -> the gradients of one step
+    attend     (q, k, v, where, scale=, softcap=, carry=, out_dtype=) -> Partial(out, lse): attention of the queries
+               over their intervals, merged into `carry`. Values that a query does not see do not reach it, not even
+               NaN. Tensors may require gradients: `backward` has them
+    backward   ((q, k, v), where, rows, want, into, scale=, softcap=, final=) -> (dq, dk, dv) of these keys, each a
+               tensor, or a `Total` whose terms are not added up yet, or the tensor of `into`, if the kernel added to
+               that. `rows` are those of `prepare`. One that is `separable` may leave out (None) what is not in `want`.
+               With `final` nothing will be added, so they may be rounded to the dtypes of q, k and v
     refuses    why it cannot serve a problem, or None; by default it serves all
     prepare    (dout, lse, delta, out) -> the `Rows` of a backward pass. delta or out may be None; out is given only if
                delta is that of out alone
@@ -76,8 +55,8 @@ class TorchKernel:
     disjoint   how it attends in steps of which no query has keys in two, if it prefers such steps
     """
 
-    attend: Attend
-    backward: Backward
+    attend: Callable[..., Partial]
+    backward: Callable[..., tuple[Any, Any, Any]]
     refuses: "Callable[[Problem], str | None]" = lambda problem: None
     prepare: Callable[..., Rows] = with_delta
     separable: bool = False
@@ -86,7 +65,7 @@ class TorchKernel:
     disjoint: Disjoint | None = None
 
 
-def at_once(attend_backward: Callable[..., tuple[Any, Any, Any]]) -> Backward:
+def at_once(attend_backward: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:
     """`backward` of a function (q, k, v, where, dout, lse, delta) -> (dq, dk, dv)."""
 
     def backward(

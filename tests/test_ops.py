@@ -52,7 +52,7 @@ def select(name: str = "auto", **changes: object) -> kernels.Kernel:
 
 
 def on_tpu(name: str, **changes: object) -> kernels.Kernel:
-    return pallas.select(problem(**{"device": "tpu", **changes}), name)
+    return kernels.select(problem(**{"device": "tpu", **changes}), name, pallas.TABLE)
 
 
 X = torch.zeros(1, 4, 1, 8)

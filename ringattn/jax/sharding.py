@@ -15,8 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check.arguments import of_arguments
-from ringattn.check.attention import of_shapes
-from ringattn.check.sharded import of_dim, of_part, of_roll, of_whole
+from ringattn.check.attention import of_dim, of_part, of_roll, of_shapes, of_whole
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, automatic_axes, platform
 from ringattn.jax.attention.steps import local_positions

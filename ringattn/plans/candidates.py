@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ringattn import kernels
+from ringattn.kernels.attention import pallas
 from ringattn.kernels.rates import key_of
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import Shape
@@ -87,9 +88,7 @@ def chosen(problem: kernels.Problem, plan: Plan, backward: bool) -> str:
     """The name of the kernel of a pass; "none" if all refuse, which the report or the call says."""
     try:
         if plan.framework == "jax":
-            from ringattn.kernels.attention import pallas
-
-            return str(pallas.select(problem, plan.kernel).name)
+            return kernels.select(problem, plan.kernel, pallas.TABLE).name
         return kernels.select(problem, plan.kernel, backward=backward).name
     except NotImplementedError:
         return "none"

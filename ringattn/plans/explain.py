@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from ringattn import kernels
 from ringattn.kernels import Problem
+from ringattn.kernels.attention import pallas
 from ringattn.masks.numeric import of_choice
 from ringattn.masks.spec import raise_if
 from ringattn.plans.cost import Shape
@@ -101,17 +102,15 @@ def ways_report(plan: Plan, shape: Shape | None) -> list[str]:
 
 def kernel_report(plan: Plan, problem: Problem | None) -> list[str]:
     """Which kernel will run, and why the others will not; raises for an unknown name."""
-    from ringattn.kernels.attention import pallas as for_jax
-
-    kind: Any = for_jax if plan.framework == "jax" else kernels
+    table = pallas.TABLE if plan.framework == "jax" else kernels.TABLE
     if problem is None:
-        raise_if(of_choice("kernel", plan.kernel, ("auto", *(k.name for k in kind.TABLE))))
+        raise_if(of_choice("kernel", plan.kernel, ("auto", *(k.name for k in table))))
         return [f"kernel {plan.kernel}: give heads and head_dim to see which one that is"]
-    chosen = kind.select(problem, plan.kernel).name
-    back = chosen if plan.framework == "jax" else kind.select(problem, plan.kernel, backward=True).name
+    chosen = kernels.select(problem, plan.kernel, table).name
+    back = chosen if plan.framework == "jax" else kernels.select(problem, plan.kernel, backward=True).name
     names = chosen if chosen == back else f"{chosen}, backward {back}"
     lines = [f"kernel {plan.kernel} -> {names} ({plan.device}, {problem.dtype}, head dim {problem.head_dim})"]
-    for other in kind.TABLE:
+    for other in table:
         if other.name not in (chosen, back, "decode"):  # which is for few queries: of no interest in a plan
             more = None if plan.framework == "jax" else kernels.gain(other, problem, chosen)
             lines.append(f"  {other.name}: {more or other.refuses(problem) or 'would serve, if named'}")

@@ -165,19 +165,15 @@ def docs_of(starts: Tensor | None, length: int) -> Docs | None:
 
 @lru_cache(maxsize=64)
 def kept_docs(starts: bytes, shape: tuple[int, ...], length: int) -> Docs:
-    """The cached documents of these numbers. Caches are keyed by documents, and the same object is found fastest."""
-    return decoded(np.frombuffer(starts, np.int64).reshape(shape), length)
-
-
-def decoded(numbers: np.ndarray, length: int) -> Docs:
-    """The documents with this `encoded`; the numbers may not change later."""
+    """The documents with this `encoded`. Caches are keyed by documents, and the same object is found fastest."""
+    numbers = np.frombuffer(starts, np.int64).reshape(shape)
     if numbers.ndim == 2:
         return Docs(numbers, length)
     parts: list[Any] = []
     for _ in Docs.PARTS:
         dims, rest = int(numbers[0]), numbers[1:]
-        shape, rest = rest[:dims], rest[dims:]
-        size = int(shape.prod()) if dims else 0
-        parts.append(rest[:size].reshape(shape).copy() if dims else None)
+        sizes, rest = rest[:dims], rest[dims:]
+        size = int(sizes.prod()) if dims else 0
+        parts.append(rest[:size].reshape(sizes).copy() if dims else None)
         numbers = rest[size:]
     return Docs(parts[0], length, *parts[1:])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.check.arguments import of_arguments
-from ringattn.check.sharded import of_dim, of_part, of_roll, of_whole
+from ringattn.check.attention import of_dim, of_part, of_roll, of_whole
 from ringattn.comms.axis import Axis, Pending, Then
 from ringattn.layouts.layout import positions_of
 from ringattn.masks.spec import Docs, raise_if

@@ -1,9 +1,6 @@
-"""The kernels for JAX arrays, and which of them serves a problem."""
+"""The kernels for JAX arrays."""
 
-from ringattn import kernels
-from ringattn.kernels import Kernel, Problem
-
-__all__ = ["TABLE", "Kernel", "Problem", "select"]
+from ringattn.kernels import Kernel
 
 # The order is the order of preference.
 TABLE = (
@@ -17,8 +14,3 @@ TABLE = (
     ),
     Kernel("reference", "ringattn.kernels.attention.reference:JAX"),
 )
-
-
-def select(problem: Problem, impl: str = "auto") -> Kernel:
-    """`ringattn.kernels.select` from this table."""
-    return kernels.select(problem, impl, TABLE)
