@@ -126,9 +126,9 @@ def rectangles_of(
 ) -> tuple[Rectangle, ...]:
     """The step as one rectangle whose mask is a `Mask` or `Packed`; none if no query sees a key."""
     sizes = q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
-    tile = next(tiles for dim, tiles in TILES.items() if sizes[2] <= dim)[backward]
 
     def made() -> tuple[Rectangle, ...]:
+        tile = next(tiles for dim, tiles in TILES.items() if sizes[2] <= dim)[backward]
         sequences = as_sequences(where, q_BTHD, k_BSGD, backward)
         return sequences or as_lists(where, q_BTHD, k_BSGD, tile, backward)
 

@@ -22,6 +22,9 @@ ZEROS = "aten::zeros", "aten::new_zeros"
 SAME_MEMORY = "aten::alias", "aten::detach", "aten::expand"
 LARGEST_NUMBER = 2**31  # above it, a number may be an address, which another call has not
 
+Function = Callable[..., Any]
+Given = Sequence[Tensor | None]
+
 
 class Options(dict[str, Any]):
     """The arguments of calls with one mask; for each kind of call its launches, or why it has none."""
@@ -34,12 +37,12 @@ class Options(dict[str, Any]):
 class Launches(NamedTuple):
     """Memory is made, and kernels get places of one list: tensors that are given, this memory, and constants."""
 
-    made: Sequence[Callable[[], Tensor]]
+    made: list[Function]
     constants: list[Any]
-    kernels: list[tuple[Callable[..., Any], list[int]]]
+    kernels: list[tuple[Function, list[int]]]
     results: list[int]
 
-    def run(self, given: Sequence[Tensor | None]) -> Sequence[Any]:
+    def run(self, given: Given) -> Sequence[Any]:
         inputs = [x.detach() if x is not None and x.requires_grad else x for x in given]
         found = [*inputs, *[make() for make in self.made], *self.constants]
         for kernel, places in self.kernels:
@@ -47,9 +50,7 @@ class Launches(NamedTuple):
         return [found[place] for place in self.results]
 
 
-def repeat(
-    function: Callable[..., Any], options: Options, tensors: Mapping[str, Tensor | None], **numbers: Any
-) -> Sequence[Any]:
+def repeat(function: Function, options: Options, tensors: Mapping[str, Tensor | None], **numbers: Any) -> Any:
     """function(**tensors, **numbers, **options)"""
     given: list[Any] = list(tensors.values())
     kind = function, *numbers.values(), *[None if x is None else kind_of(x) for x in given]
@@ -71,9 +72,7 @@ def kind_of(x: Tensor) -> tuple[Any, ...]:
     return type(x), x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16 if type(x) is Tensor else None
 
 
-def learned(
-    function: Callable[..., Any], run: Callable[[], Any], options: Options, given: Sequence[Tensor | None]
-) -> tuple[Sequence[Any], Launches | str]:
+def learned(function: Function, run: Function, options: Options, given: Given) -> tuple[Any, Launches | str]:
     """The results of a call that is watched, and its launches or why it has none."""
     results = None
     try:
@@ -90,13 +89,13 @@ class Watch(TorchDispatchMode):
     Compiled kernels lie in `compile_cache` of functions that it sees, in whose place this puts one that notes launches.
     """
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Function):
         super().__init__()
         seen = function.__globals__.values()
         self.caches = [(x, x.compile_cache) for x in seen if "compile_cache" in getattr(x, "__dict__", ())]
         self.thread, self.launching = get_ident(), False
-        self.made: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        self.launches: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.made: list[tuple[Tensor, Function]] = []
+        self.launches: list[tuple[Function, tuple[Any, ...]]] = []
         self.unknown: list[str] = []
 
     @classmethod
@@ -126,7 +125,7 @@ class Watch(TorchDispatchMode):
             self.unknown.append(name)
         return x
 
-    def launch(self, kernel: Callable[..., Any], *args: Any) -> None:
+    def launch(self, kernel: Function, *args: Any) -> None:
         self.launches.append((kernel, args))
         self.launching = True
         kernel(*args)
@@ -150,9 +149,7 @@ class Watched:
         return partial(self.watch.launch, kernel) if get_ident() == self.watch.thread else kernel
 
 
-def launches_of(
-    watch: Watch, options: Options, given: Sequence[Tensor | None], results: Sequence[Any]
-) -> Launches | str:
+def launches_of(watch: Watch, options: Options, given: Given, results: Sequence[Any]) -> Launches | str:
     """The launches of a call that was watched; or why later calls must not repeat them."""
     tensors, made = [x for x in given if x is not None], [x for x, _ in watch.made]
     lasting = {x.data_ptr() for x in leaves(list(options.values())) if isinstance(x, Tensor)}
