@@ -165,16 +165,13 @@ def ready(
     """A launch of `kernel` on tensors of these dtypes, with the warps, stages and registers of `config`."""
     constants = tuple([sizes[name] for name in kernel.arg_names[len(dtypes) + len(numbers) :]])
     kind = dtypes, kind_of(numbers), constants
-    options = {"descriptors": sizes.get("TMA", False), **options_of(config)}
+    options: dict[str, Any] = {"descriptors": sizes.get("TMA", False)}
+    if config is not None:
+        options |= {"num_warps": config.warps, "num_stages": config.stages}
+        if registers := getattr(config, "registers", None):
+            options["maxnreg"] = registers
     x, y, z = (*programs, 1, 1)[:3]
     return Launch(kernel, (x, y, z), device, (*numbers, *constants), kind, **options)
-
-
-def options_of(config: Any) -> dict[str, int]:
-    if config is None:
-        return {}
-    options, registers = {"num_warps": config.warps, "num_stages": config.stages}, getattr(config, "registers", None)
-    return {**options, "maxnreg": registers} if registers else options
 
 
 @lru_cache
@@ -191,13 +188,8 @@ def cannot_run(problem: Problem) -> str | None:
     """Why no Triton kernel can serve the problem's device or dtype, or None."""
     if problem.device not in ("cuda", "cpu"):
         return f"Triton has no backend for device {problem.device!r}"
-    if problem.device == "cpu" and not interpreting():
+    if problem.device == "cpu" and isinstance(tl.cdiv, JITFunction):  # decided when triton is imported
         return "Triton runs on GPUs, and on a CPU only in its interpreter (TRITON_INTERPRET=1), for tests"
     if problem.dtype not in ("float16", "bfloat16", "float32"):
         return f"takes float16, bfloat16 and float32, not {problem.dtype}"
     return None
-
-
-def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, which is decided when triton is imported."""
-    return not isinstance(tl.cdiv, JITFunction)

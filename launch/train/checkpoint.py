@@ -117,8 +117,9 @@ class Checkpoints:
         return file.name, checksum(file)
 
     def publish(self, part: Path, whole: Path, state: dict[str, Any]) -> None:
-        """The list of files comes last, then the folder's name; and those checkpoints go that are too many."""
-        write_state(part, state)
+        """state.json comes last, which lists all files, then the folder's name; and those go that are too many."""
+        (part / "state.json").write_text(json.dumps({**state, "checksum": digest(state)}, indent=1))
+        on_disk(part / "state.json")
         on_disk(part)
         shutil.rmtree(whole, ignore_errors=True)
         part.rename(whole)
@@ -216,12 +217,6 @@ def step_of(path: Path) -> int:
 def numbered(folder: Path) -> list[Path]:
     """All that has a checkpoint's name, oldest first."""
     return sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8,18}", p.name)), key=step_of)
-
-
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """state.json, after all other files: a checkpoint without it is not complete."""
-    (path / "state.json").write_text(json.dumps({**state, "checksum": digest(state)}, indent=1))
-    on_disk(path / "state.json")
 
 
 def read_state(path: Path) -> dict[str, Any]:

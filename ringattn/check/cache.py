@@ -6,6 +6,8 @@ import numpy as np
 
 from ringattn.check.arguments import BY_PARENTS, of_sizes
 from ringattn.masks.spec import AttentionSpec, is_number, whole
+from ringattn.plans.plan import Plan
+from ringattn.plans.sizes import heads_problem
 
 
 def each(given: Any, rows: int) -> list[int] | None:
@@ -85,6 +87,32 @@ def of_window(kept: int | None, spec: AttentionSpec) -> str | None:
     if kept is None or (spec.behind is not None and spec.behind <= kept):
         return None
     return f"the cache keeps a window of {kept} keys, the spec sees window={spec.window}; allocate it with that window"
+
+
+def of_chunk(cache: Any, plan: Plan, spec: AttentionSpec) -> str | None:
+    """Why a chunk with this plan and spec does not fit the cache, or None."""
+    same = plan.axes is cache.plan.axes or (plan.framework == "jax" and plan.axes == cache.plan.axes)
+    if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or not same:
+        return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
+    if plan.tokens.many:
+        return (
+            "this plan lays out documents (for_docs, or layout='balanced'), and a chunk is one; use the plan without "
+            "for_docs, and another layout"
+        )
+    return of_window(cache.window, spec)
+
+
+def of_decoded(q: Any, k: Any, v: Any, cache: Any, spec: AttentionSpec, lengths: np.ndarray | None) -> str | None:
+    """Why these tokens cannot be decoded, with a cache whose rows have these lengths."""
+    problem = (
+        heads_problem(q.shape[2], k.shape[2], ulysses=1)
+        or of_window(cache.window, spec)
+        or of_filled(lengths)
+        or cache.problem(k, v, k.shape[1])
+    )
+    if problem is None and q.shape[1] != k.shape[1]:
+        return f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
+    return problem
 
 
 def of_back(new: np.ndarray | None, lengths: np.ndarray | None, first: np.ndarray | None) -> str | None:

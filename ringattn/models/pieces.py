@@ -5,7 +5,6 @@ before it comes here, if nothing after this function is kept for backward: a pie
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -66,7 +65,9 @@ class Pieces(torch.autograd.Function):
     def forward(ctx: Any, kept: Any, function: Callable[..., Tensor], tokens: int, n: int, *tensors: Tensor) -> Tensor:
         given, weights = tensors[:n], tensors[n:]
         ctx.kept, ctx.function, ctx.tokens, ctx.weights = kept, function, tokens, weights
-        ctx.cast = autocast_of(given[0].device.type)
+        kind = given[0].device.type
+        enabled, cache = torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+        ctx.cast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled, cache)
         first, *others = split(given, tokens)
         filled = function(*first)
         out = filled.new_empty(filled.shape[0], given[0].shape[1], *filled.shape[2:])
@@ -85,7 +86,7 @@ class Pieces(torch.autograd.Function):
         places = list(split([g for g in grads if g is not None], ctx.tokens))
         weights = [w for w, want in zip(ctx.weights, wants[len(given) :], strict=True) if want]
         sums: list[Any] = [None] * len(weights)
-        with ctx.cast(), torch.enable_grad():
+        with ctx.cast, torch.enable_grad():
             for i, (*some, d) in enumerate(split([*given, dout], ctx.tokens)):
                 asked = [x.requires_grad_() for x, g in zip(some, grads, strict=True) if g is not None] + weights
                 out = ctx.function(*some)
@@ -118,11 +119,6 @@ def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     if total is None or grad is None:
         return grad if total is None else total
     return (total.float() if total.dtype.itemsize < 4 else total).add_(grad)
-
-
-def autocast_of(kind: str) -> Callable[[], AbstractContextManager[Any]]:
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype, enabled, torch.is_autocast_cache_enabled())
 
 
 def keep_attention(*others: Any) -> Any:

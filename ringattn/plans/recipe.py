@@ -204,13 +204,10 @@ class Recipe:
         last = remote.beside(local_keys, self.rank, local.keys)
         if not (are_sequences(first.where) and are_sequences(last.where)):
             return steps
-        waiting = sent * self.seconds_of_keys(remote) - work * self.seconds_of_work(first)
+        arriving = float(self.plan.link.seconds(remote.length * self.shape.kv_bytes(1, self.heads[1])))
+        waiting = sent * arriving - work * self.seconds_of_work(first)
         partials = 4 * (self.rows or 0) * self.shape.value_dim / self.plan.machine.bandwidth  # seconds to read them
         return (first, last) if waiting <= visits * partials else steps
-
-    def seconds_of_keys(self, step: Step) -> float:
-        """How long the keys travel that a step brings."""
-        return float(self.plan.link.seconds(step.length * self.shape.kv_bytes(1, self.heads[1])))
 
     def seconds_of_work(self, step: Step) -> float:
         """How long a step computes forward."""

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from ringattn.check.arguments import of_sizes, of_unknown
 from ringattn.check.attention import of_dtypes, of_lengths, of_plan, of_shapes, of_sinks
-from ringattn.check.cache import of_filled, of_window
+from ringattn.check.cache import of_chunk, of_decoded
 from ringattn.jax.attention.steps import local_positions, recipe_of, score_of
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
 from ringattn.jax.sharding import reordered
@@ -26,7 +26,6 @@ from ringattn.masks.numeric import of_choice
 from ringattn.masks.spec import AttentionSpec, raise_if, whole
 from ringattn.plans.mask import Mask
 from ringattn.plans.plan import Plan
-from ringattn.plans.sizes import heads_problem
 from ringattn.serving import WAYS, keys_at_once
 
 
@@ -50,7 +49,7 @@ def prefill(
         or of_plan(q, k, v, plan)
         or of_sinks(sinks, q.shape[2])
         or of_lengths(q, k, plan, AttentionSpec(causal=False), (length, length))
-        or of_cache(cache, plan, spec)
+        or of_chunk(cache, plan, spec)
         or cache.problem(k, v, plan.seq_len)
     )
     way = cache.way(plan, q.shape[2]) if move == "auto" else move
@@ -75,27 +74,11 @@ def decode(
         of_unknown("decode", unknown)
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
-        or heads_problem(q.shape[2], k.shape[2], ulysses=1)
         or of_sinks(sinks, q.shape[2])
-        or of_tokens(q, k, cache, spec)
-        or cache.problem(k, v, k.shape[1])
+        or of_decoded(q, k, v, cache, spec, cache.concrete_lengths)
     )
     cache, out = over_devices(Decode(spec), cache, (), (q, k, v, sinks))
     return out, cache
-
-
-def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec) -> str | None:
-    """Why a chunk with this plan and spec does not fit the cache, or None."""
-    if (plan.ring, plan.ulysses, plan.axes) != (cache.plan.ring, cache.plan.ulysses, cache.plan.axes):
-        return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
-    return of_window(cache.window, spec)
-
-
-def of_tokens(q: Array, k: Array, cache: KVCache, spec: AttentionSpec) -> str | None:
-    """Why new tokens cannot be decoded: the cache is empty, or q, k and v have different lengths."""
-    if q.shape[1] != k.shape[1]:
-        return f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
-    return of_window(cache.window, spec) or of_filled(cache.concrete_lengths)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from ringattn import kernels
 from ringattn.check.arguments import of_arguments, of_arrays, of_sizes, of_unknown
 from ringattn.check.attention import of_lengths, of_plan
-from ringattn.check.cache import drafts, of_filled, of_parents, of_window
+from ringattn.check.cache import drafts, of_chunk, of_decoded, of_filled, of_parents
 from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
@@ -25,7 +25,6 @@ from ringattn.kernels.partial import Partial, empty
 from ringattn.masks.numeric import of_choice
 from ringattn.masks.spec import AttentionSpec, raise_if, whole
 from ringattn.plans.plan import Plan
-from ringattn.plans.sizes import heads_problem
 from ringattn.serving import WAYS, exchange_over, exchange_way, keys_at_once
 from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Score, arch_of, score_with
@@ -178,7 +177,7 @@ def bind_prefill(
         or of_plan(q, k, v, plan)
         or check.of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, FULL, (plan.local_len, plan.local_len))
-        or of_cache(cache, plan, spec)
+        or of_chunk(cache, plan, spec)
         or cache.problem(k, v, plan.seq_len)
     )
     kind, how = partial(Prefill, q, k, v, plan, cache, spec, keys), f"move={move}, keys={whole(keys)}"
@@ -204,14 +203,9 @@ def bind_decode(
         or of_unknown("decode", unknown)
         or check.of_tensors(q, k, v)
         or of_parents(parents, k.shape[1])
-        or heads_problem(q.shape[2], k.shape[2], ulysses=1)
         or check.of_sinks_for(q, sinks)
-        or of_window(cache.window, spec)
-        or of_filled(cache.lengths)
-        or cache.problem(k, v, k.shape[1])
+        or of_decoded(q, k, v, cache, spec, cache.lengths)
     )
-    if problem is None and q.shape[1] != k.shape[1]:
-        problem = f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
     how = "decode" if problem or not tree else f"decode, parents={drafts(parents)}"
     return make(problem, partial(Decode, q, k, v, cache, spec, tree), key, cache, plan, spec, (q, k, v, sinks), how)
 
@@ -229,18 +223,6 @@ def look_up(cache: KVCache, tensors: Sequence[Any], *how: Any) -> tuple[Any, Any
 
 def of_types(q: Any, k: Any, v: Any, spec: Any, sinks: Any, plan: Plan) -> str | None:
     return of_arguments(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
-
-
-def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec) -> str | None:
-    """Why a chunk with this plan and spec does not fit the cache, or None."""
-    if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes is not cache.plan.axes:
-        return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
-    if plan.tokens.many:
-        return (
-            "this plan lays out documents (for_docs, or layout='balanced'), and a chunk is one; use the plan without "
-            "for_docs, and another layout"
-        )
-    return of_window(cache.window, spec)
 
 
 def of_capture(cache: KVCache, call: Any) -> str | None:
