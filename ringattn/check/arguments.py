@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from ringattn.masks.slices import Mask
-from ringattn.masks.spec import AttentionSpec, Docs, is_number
+from ringattn.masks.spec import AttentionSpec, Docs, is_number, raise_if
 from ringattn.plans.plan import Plan
 from ringattn.plans.sizes import Transport
 
@@ -114,6 +114,17 @@ def of_sizes(*optional: str, **sizes: Any) -> str | None:
     """Whole numbers of at least 1; the optional ones may be None."""
     wrong = [name for name, x in sizes.items() if not is_number(x, 1) and not (x is None and name in optional)]
     return f"{wrong[0]}={sizes[wrong[0]]!r}: at least 1, a whole number" if wrong else None
+
+
+def head_size(d_model: int, heads: int, given: int | None = None) -> int:
+    """The size of a layer's head: as given, or its share of d_model."""
+    raise_if(of_sizes(d_model=d_model, heads=heads))
+    if given is None and heads <= d_model and d_model % heads:
+        raise ValueError(f"heads={heads} does not divide d_model={d_model}; give the size of a head")
+    size = d_model // heads if given is None else given
+    if size < 1:
+        raise ValueError(f"d_model={d_model} and heads={heads} make heads of size {size}; it must be 1 or more")
+    return size
 
 
 def of_returned(return_state: Any, docs: Docs | None) -> str | None:

@@ -5,9 +5,12 @@ from typing import Any
 import numpy as np
 
 from ringattn.check.arguments import BY_PARENTS, of_sizes
+from ringattn.check.attention import of_lengths, of_plan
 from ringattn.masks.spec import AttentionSpec, is_number, whole
 from ringattn.plans.plan import Plan
 from ringattn.plans.sizes import heads_problem
+
+FULL = AttentionSpec(causal=False)  # of_lengths then compares lengths alone
 
 
 def each(given: Any, rows: int) -> list[int] | None:
@@ -89,8 +92,10 @@ def of_window(kept: int | None, spec: AttentionSpec) -> str | None:
     return f"the cache keeps a window of {kept} keys, the spec sees window={spec.window}; allocate it with that window"
 
 
-def of_chunk(cache: Any, plan: Plan, spec: AttentionSpec) -> str | None:
-    """Why a chunk with this plan and spec does not fit the cache, or None."""
+def of_chunk(q: Any, k: Any, v: Any, plan: Plan, cache: Any, spec: AttentionSpec, length: int) -> str | None:
+    """Why a chunk, of which q has `length` tokens here, does not fit the plan or the cache."""
+    if problem := of_plan(q, k, v, plan) or of_lengths(q, k, plan, FULL, (length, length)):
+        return problem
     same = plan.axes is cache.plan.axes or (plan.framework == "jax" and plan.axes == cache.plan.axes)
     if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or not same:
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
@@ -99,7 +104,7 @@ def of_chunk(cache: Any, plan: Plan, spec: AttentionSpec) -> str | None:
             "this plan lays out documents (for_docs, or layout='balanced'), and a chunk is one; use the plan without "
             "for_docs, and another layout"
         )
-    return of_window(cache.window, spec)
+    return of_window(cache.window, spec) or cache.problem(k, v, plan.seq_len)
 
 
 def of_decoded(q: Any, k: Any, v: Any, cache: Any, spec: AttentionSpec, lengths: np.ndarray | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Look-ups that are right under automatic, explicit and manual axes of a mesh.
+"""Look-ups, and the order of a plan, that are right under automatic, explicit and manual axes of a mesh.
 
 On explicit axes the type of an array says what cuts it, and JAX refuses a search or a gather whose result it cannot
 type: there they run as on automatic axes, and are given the type of what is looked up.
@@ -8,6 +8,7 @@ R rows   N entries   T tokens
 
 from collections.abc import Callable
 from functools import partial
+from math import gcd
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from ringattn.layouts.layout import Layout
 
 
 @partial(jax.jit, inline=True)
@@ -82,6 +85,32 @@ def cut_as(x: Array, other: Array) -> Array:
     """`x`, cut by explicit axes as `other` is, which has as many dims."""
     there = explicit(other)
     return x if there is None else jax.reshard(x, there)
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def padded(x: Array, pad: int, dim: int) -> Array:
+    """`x` with this many zeros appended along `dim`, in any dtype, also that of random keys."""
+    nothing = jnp.zeros_like(x, shape=(*x.shape[:dim], pad, *x.shape[dim + 1 :]))
+    return jnp.concatenate([x, cut_as(nothing, x)], dim)
+
+
+def reordered(x: Array, layout: Layout, dim: int, back: bool = False) -> Array:
+    """`x[layout.order()]` along `dim`; with `back` the inverse."""
+    return x if layout.in_order else dealt(x, layout, dim, back)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # or the order is sent to a device in each call
+def dealt(x: Array, layout: Layout, dim: int, back: bool) -> Array:
+    """Stripes are a transpose, ranges of neighbouring tokens a permutation of blocks."""
+    ring, before, after = layout.ring, x.shape[:dim], x.shape[dim + 1 :]
+    shards = [layout.shard(r) for r in range(ring)]
+    if shards == [(range(r, layout.padded_length, ring),) for r in range(ring)]:
+        grid = (ring, layout.shard_len) if back else (layout.shard_len, ring)
+        return x.reshape(*before, *grid, *after).swapaxes(dim, dim + 1).reshape(x.shape)
+    block = gcd(*(n for shard in shards for r in shard for n in (r.start, r.stop)))
+    order = layout.shard_order()[::block] // block
+    order = np.argsort(order) if back else order
+    return jnp.take(x.reshape(*before, len(order), block, *after), order, axis=dim).reshape(x.shape)
 
 
 def explicit(x: Array) -> NamedSharding | None:

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import Array
 
 from ringattn import api
+from ringattn.check.arguments import head_size
 from ringattn.jax.attention.function import attention
 from ringattn.jax.layers import causal_convolution, positions_of, rope
 from ringattn.jax.layers import cross_entropy as cross_entropy
@@ -126,13 +127,6 @@ class GatedDeltaNet(nnx.Module):
         out = out * jax.lax.rsqrt((out**2).mean(-1, keepdims=True) + 1e-6) * self.weight[...]
         out = out.astype(v.dtype).reshape(*x_BTC.shape[:2], -1)
         return self.out(out * jax.nn.silu(self.swish(x_BTC)))
-
-
-def head_size(d_model: int, heads: int, given: int | None) -> int:
-    """The size of a head: as given, or its share of d_model."""
-    if given is None and d_model % heads:
-        raise ValueError(f"heads={heads} does not divide d_model={d_model}; give the size of a head")
-    return d_model // heads if given is None else given
 
 
 def in_heads(x: Array, size: int) -> Array:

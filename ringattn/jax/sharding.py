@@ -4,7 +4,6 @@ And the programs of calls: what runs on every device, on arrays that lie so.
 """
 
 from functools import lru_cache, partial
-from math import gcd
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +18,7 @@ from ringattn.check.attention import of_dim, of_part, of_roll, of_shapes, of_who
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, automatic_axes, platform
 from ringattn.jax.attention.steps import local_positions
-from ringattn.jax.lookup import cut_as, spoiled, uncut, up_to
-from ringattn.layouts.layout import Layout
+from ringattn.jax.lookup import padded, reordered, spoiled, uncut, up_to
 from ringattn.masks.spec import Docs, raise_if
 from ringattn.plans.plan import Plan
 from ringattn.plans.ranks import Ranks
@@ -260,32 +258,6 @@ def over_mesh(
         return inner(*jax.tree.map(there, arrays, given, is_leaf=lambda x: x is None))
 
     return jax.jit(program)
-
-
-@partial(jax.jit, static_argnums=(1, 2), inline=True)
-def padded(x: Array, pad: int, dim: int) -> Array:
-    """`x` with this many zeros appended along `dim`, in any dtype, also that of random keys."""
-    nothing = jnp.zeros_like(x, shape=(*x.shape[:dim], pad, *x.shape[dim + 1 :]))
-    return jnp.concatenate([x, cut_as(nothing, x)], dim)
-
-
-def reordered(x: Array, layout: Layout, dim: int, back: bool = False) -> Array:
-    """`x[layout.order()]` along `dim`; with `back` the inverse."""
-    return x if layout.in_order else dealt(x, layout, dim, back)
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # or the order is sent to a device in each call
-def dealt(x: Array, layout: Layout, dim: int, back: bool) -> Array:
-    """Stripes are a transpose, ranges of neighbouring tokens a permutation of blocks."""
-    ring, before, after = layout.ring, x.shape[:dim], x.shape[dim + 1 :]
-    shards = [layout.shard(r) for r in range(ring)]
-    if shards == [(range(r, layout.padded_length, ring),) for r in range(ring)]:
-        grid = (ring, layout.shard_len) if back else (layout.shard_len, ring)
-        return x.reshape(*before, *grid, *after).swapaxes(dim, dim + 1).reshape(x.shape)
-    block = gcd(*(n for shard in shards for r in shard for n in (r.start, r.stop)))
-    order = layout.shard_order()[::block] // block
-    order = np.argsort(order) if back else order
-    return jnp.take(x.reshape(*before, len(order), block, *after), order, axis=dim).reshape(x.shape)
 
 
 def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = False) -> tuple[Plan, bool]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn import api
-from ringattn.check.arguments import of_arguments, of_sizes
+from ringattn.check.arguments import head_size, of_arguments, of_sizes
 from ringattn.check.attention import of_packed
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
@@ -20,16 +20,6 @@ from ringattn.torch.linear.halo import causal_convolution, last_tokens
 
 GATE_RANK, TEMPERATURE = 16, 16.0  # of GatedLinearAttention, as it was published
 STEP_TOKENS = 8  # at most so many are taken one by one
-
-
-def head_size(d_model: int, heads: int, given: int | None = None) -> int:
-    raise_if(of_sizes(d_model=d_model, heads=heads))
-    if given is None and heads <= d_model and d_model % heads:
-        raise ValueError(f"heads={heads} does not divide d_model={d_model}; give the size of a head")
-    size = d_model // heads if given is None else given
-    if size < 1:
-        raise ValueError(f"d_model={d_model} and heads={heads} make heads of size {size}; it must be 1 or more")
-    return size
 
 
 def check_input(x: Tensor, d_model: int, plan: Plan | None = None, docs: Docs | None = None) -> None:

@@ -11,7 +11,7 @@ from jax import Array
 from ringattn.comms.axis import All
 from ringattn.jax.attention.groups import of_heads, one_ahead
 from ringattn.jax.attention.steps import Score, Visible
-from ringattn.jax.sharding import reordered
+from ringattn.jax.lookup import reordered
 from ringattn.kernels.arrays import in_sums
 from ringattn.kernels.partial import Partial
 from ringattn.plans.spmd import SharedRecipe

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringattn.check.arguments import of_sizes, of_unknown
-from ringattn.check.attention import of_dtypes, of_lengths, of_plan, of_shapes, of_sinks
+from ringattn.check.attention import of_dtypes, of_shapes, of_sinks
 from ringattn.check.cache import of_chunk, of_decoded
 from ringattn.jax.attention.steps import local_positions, recipe_of, score_of
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
-from ringattn.jax.sharding import reordered
+from ringattn.jax.lookup import reordered
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, add_sinks, empty, merge_stack, packed, unpacked
 from ringattn.masks.bands import intervals
@@ -40,17 +40,13 @@ def prefill(
     keys of a device that are attended to, or sent, at once; by default a few times its queries.
     """
     spec = AttentionSpec() if spec is None else spec
-    length = plan.tokens.padded_length
     raise_if(
         of_choice("move", move, ("auto", *WAYS))
         or of_sizes("keys", keys=keys)
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
-        or of_plan(q, k, v, plan)
         or of_sinks(sinks, q.shape[2])
-        or of_lengths(q, k, plan, AttentionSpec(causal=False), (length, length))
-        or of_chunk(cache, plan, spec)
-        or cache.problem(k, v, plan.seq_len)
+        or of_chunk(q, k, v, plan, cache, spec, plan.tokens.padded_length)
     )
     way = cache.way(plan, q.shape[2]) if move == "auto" else move
     work = Prefill(plan, spec, way, whole(keys) or keys_at_once(plan.local_len))

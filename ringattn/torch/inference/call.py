@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 
 from ringattn import kernels
 from ringattn.check.arguments import of_arguments, of_arrays, of_sizes, of_unknown
-from ringattn.check.attention import of_lengths, of_plan
 from ringattn.check.cache import drafts, of_chunk, of_decoded, of_filled, of_parents
 from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
@@ -31,8 +30,6 @@ from ringattn.torch.attention.steps import Score, arch_of, score_with
 from ringattn.torch.dispatch import refuse_transforms
 from ringattn.torch.inference.cache import KVCache
 from ringattn.torch.inference.chunk import Chunk, KeyRange, ranges_of
-
-FULL = AttentionSpec(causal=False)
 
 
 class Visit(NamedTuple):
@@ -174,11 +171,8 @@ def bind_prefill(
         or of_choice("move", move, ("auto", *WAYS))
         or of_sizes("keys", keys=keys)
         or check.of_tensors(q, k, v)
-        or of_plan(q, k, v, plan)
         or check.of_sinks_for(q, sinks)
-        or of_lengths(q, k, plan, FULL, (plan.local_len, plan.local_len))
-        or of_chunk(cache, plan, spec)
-        or cache.problem(k, v, plan.seq_len)
+        or of_chunk(q, k, v, plan, cache, spec, plan.local_len)
     )
     kind, how = partial(Prefill, q, k, v, plan, cache, spec, keys), f"move={move}, keys={whole(keys)}"
     return make(problem, kind, key, cache, plan, spec, (q, k, v, sinks), how)
