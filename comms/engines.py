@@ -74,16 +74,17 @@ class Lanes:
         """Copies in any order. `persistent`: other work fills the GPU, for which a kernel would wait."""
         if copies:
             self.flush(lane)
-        if not are_one(lane, copies, persistent):
-            for copy in copies:
-                self.copy(lane, copy)
-            return
-        from ringattn.comms.copies import copy_all  # triton is part of torch for GPUs
+        large = [copy for copy in copies if lane == IN and copy.size * copy.rows >= MAX_AVERAGE]
+        small = [copy for copy in copies if copy not in large] if large else copies
+        one = are_one(lane, small, persistent)
+        for copy in large if one else copies:
+            self.copy(lane, copy)
+        if one:
+            from ringattn.comms.copies import copy_all  # triton is part of torch for GPUs
 
-        rows = [(to + i * to_pitch, source + i * source_pitch, size)
-                for to, source, size, count, to_pitch, source_pitch in copies for i in range(count)]  # fmt: skip
-        with self.on(lane):
-            copy_all(rows, self.device, PROGRAMS[lane])
+            rows = [(to + i * to_pitch, source + i * source_pitch, size)
+                    for to, source, size, count, to_pitch, source_pitch in small for i in range(count)]  # fmt: skip
+            copy_all(rows, self.device, PROGRAMS[lane], self.streams[lane])
 
     def wait(self, lane: int, flag: int) -> None:
         """Wait until the flag at this address is 1, then set it to 0."""
@@ -185,6 +186,7 @@ def driver() -> Callable[..., None]:
     word = ctypes.c_uint64
     library.cuMemcpyAsync.argtypes = [word, word, ctypes.c_size_t, ctypes.c_void_p]
     library.cuMemcpy2DAsync_v2.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
+    library.cuLaunchKernel.argtypes = [word, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     library.cuStreamBatchMemOp_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint]
 
     def call(name: str, *args: Any) -> None:

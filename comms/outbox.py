@@ -1,7 +1,7 @@
 """Memory that all ranks of a host can read and write, and the protocol by which senders and receivers share its slots.
 
 Every rank has an outbox: slots for each other rank, shared slots for tensors with several readers, and two flags for
-each slot and other rank. Tensors go through the slots batch by batch, so an outbox stays small:
+each slot and other rank. Tensors go through the slots in batches, so an outbox stays small:
 
     sender      waits until the slot is free, copies a batch into it, and sets the receiver's flag: it is full
     receiver    waits until the slot is full, copies the batch out over the link, and sets the sender's flag: it is free
@@ -16,11 +16,11 @@ from functools import cache
 from typing import NamedTuple
 
 from ringattn.comms import memory
-from ringattn.comms.engines import IN, OUT, Copy, Lanes, are_one
+from ringattn.comms.engines import IN, OUT, Copy, Lanes
 from ringattn.comms.memory import Piece
 
 SLOTS = 12  # for all other ranks together, but at least two for each
-SHARED = 4  # slots for tensors with several readers
+SHARED = 8  # slots for tensors with several readers
 HEAD = 4096  # bytes for the flags: up to 85 ranks
 
 
@@ -31,6 +31,7 @@ class Outbox:
         self.bases, self.rank = bases, rank
         self.private = slots_of(len(bases))  # how many slots there are for each other rank alone
         self.slots = SHARED + self.private
+        self.wave = SHARED // 2, max(1, self.private // 2)  # how many batches are received at once: of each kind half
         for name in ("slot", "full", "free"):  # every move needs the same few addresses again
             setattr(self, name, cache(getattr(self, name)))
 
@@ -56,7 +57,8 @@ def slots_of(size: int) -> int:
 
 
 Expect = Callable[[int, int], None]  # notes that a lane waits for a peer: `Watch.expect`
-Batch = tuple[int, Sequence[Piece]]  # a rank, and what it sends at a time
+Batches = Sequence[Sequence[Piece]]
+Arrival = tuple[int, Batches, int | None]  # a rank, batches of it, and the number of the first one if it shares them
 
 
 class Put(NamedTuple):
@@ -77,7 +79,7 @@ class Peers:
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
 
-    def send(self, batches: Iterable[tuple[int, Sequence[Sequence[Piece]]]], expect: Expect, persistent: bool) -> None:
+    def send(self, batches: Iterable[tuple[int, Batches]], expect: Expect, persistent: bool) -> None:
         """Send batches to ranks, to each no more than it has slots."""
         puts = []
         for peer, sent in batches:
@@ -115,25 +117,22 @@ class Peers:
             for peer in put.readers:
                 self.lanes.set(OUT, self.outbox.full(peer, self.rank, put.slot))
 
-    def receive(self, batches: Iterable[Batch], expect: Expect, persistent: bool, shared: int | None = None) -> None:
-        """Receive the next batch of each of these ranks, or the one of the number `shared` that each of them shares.
+    def receive(self, batches: Iterable[Arrival], expect: Expect, persistent: bool) -> None:
+        """Receive batches: all waits, all copies, all signals. `persistent`: other work fills the GPU.
 
-        Together if one kernel copies all, else in turn: each rank sends its batches of one round before it waits for
-        those of others, so this cannot deadlock. `persistent`: other work fills the GPU.
+        Each rank sends its batches of one wave before it waits for those of others, so this cannot deadlock.
         """
         taken = []
-        for peer, pieces in batches:
-            slot = SHARED + self.received[peer] % self.outbox.private if shared is None else shared % SHARED
-            self.received[peer] += shared is None
-            taken.append((peer, slot, copies_of(self.outbox.slot(peer, self.rank, slot), pieces, back=True)))
-        together = len(taken) > 1 and are_one(IN, [copy for _, _, copies in taken for copy in copies], persistent)
-        for group in [taken] if together else [[each] for each in taken]:
-            for peer, slot, _ in group:
+        for peer, some, number in batches:
+            for i, pieces in enumerate(some):
+                slot = SHARED + self.received[peer] % self.outbox.private if number is None else (number + i) % SHARED
+                self.received[peer] += number is None
                 self.lanes.wait(IN, self.outbox.full(self.rank, peer, slot))
-                expect(IN, peer)  # after each wait, so that the peer is named for which a lane really waits
-            self.lanes.copy_all(IN, [copy for _, _, copies in group for copy in copies], persistent)
-            for peer, slot, _ in group:
-                self.lanes.set(IN, self.outbox.free(peer, self.rank, slot))
+                taken.append((peer, slot, copies_of(self.outbox.slot(peer, self.rank, slot), pieces, back=True)))
+            expect(IN, peer)  # after its waits, so that the peer is named for which a lane really waits
+        self.lanes.copy_all(IN, [copy for _, _, copies in taken for copy in copies], persistent)
+        for peer, slot, _ in taken:
+            self.lanes.set(IN, self.outbox.free(peer, self.rank, slot))
 
 
 def copies_of(slot: int, pieces: Iterable[Piece], back: bool = False) -> list[Copy]:

@@ -94,10 +94,11 @@ class SymmetricAxis(Moves):
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
         self.peers.send([(there, sends[there][:slots]) for there, _ in pairs if there in sends], expect, persistent)
         self.lanes.precede(OUT)
-        for i in range(max(map(len, (*sends.values(), *receives.values())))):  # the same order on every rank
-            arrivals = [(r, receives[r][i]) for _, r in pairs if i < len(receives.get(r, ()))]
+        n = self.peers.outbox.wave[1]
+        for i in range(0, max(map(len, (*sends.values(), *receives.values()))), n):  # the same order on every rank
+            arrivals = [(r, receives[r][i : i + n], None) for _, r in pairs if i < len(receives.get(r, ()))]
             self.peers.receive(arrivals, expect, persistent)
-            later = [(r, [sends[r][slots + i]]) for r, _ in pairs if slots + i < len(sends.get(r, ()))]
+            later = [(r, sends[r][slots + i :][:n]) for r, _ in pairs if slots + i < len(sends.get(r, ()))]
             self.peers.send(later, expect, persistent)
         self.unpack(arriving)
         self.sent += sum(map(weight, sends.values()))
@@ -166,15 +167,17 @@ class SymmetricAxis(Moves):
 
         def fetched() -> Flight:
             """Fetch the batches of other ranks, and put the later ones of this rank into slots as they become free."""
-            later = shared[SHARED:]
+            n, later = self.peers.outbox.wave[0], shared[SHARED:]
             ends = {r: starts[r] + len(each.batches) for r, each in arriving.items()}
-            for i in range(max(len(later), 0, *ends.values())):
-                arrivals = [
-                    (r, each.batches[i - starts[r]]) for r, each in arriving.items() if starts[r] <= i < ends[r]
-                ]
-                self.peers.receive(arrivals, expect, persistent, shared=i)
+            for i in range(0, max(len(later), 0, *ends.values()), n):
+                arrivals = []
+                for r, each in arriving.items():
+                    first, end = max(i, starts[r]), min(i + n, ends[r])
+                    if first < end:
+                        arrivals.append((r, each.batches[first - starts[r] : end - starts[r]], first))
+                self.peers.receive(arrivals, expect, persistent)
                 if i < len(later):
-                    self.peers.put_shared(SHARED + i, [later[i]], expect, persistent)
+                    self.peers.put_shared(SHARED + i, later[i : i + n], expect, persistent)
             self.unpack(arriving)
             self.sent += sum([weight([pieces]) * len(ranks) for pieces, ranks in shared])
             return flight.launched()

@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+import struct
 import threading
 import time
 import weakref
@@ -9,6 +10,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -236,7 +238,7 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setitem(engines.PROGRAMS, IN, 5)  # which loop
     driven, lanes = [], object.__new__(Lanes)
-    lanes.device, lanes.queued, lanes.on = torch.device("cpu"), ([], [], []), lambda lane: nullcontext()
+    lanes.device, lanes.queued, lanes.streams = torch.device("cpu"), ([], [], []), (None, None, None)
     monkeypatch.setattr(lanes, "copy", lambda lane, copy: driven.append(copy), raising=False)
     room = torch.zeros(1 << 26, dtype=torch.uint8)  # malloc maps it: Triton's interpreter fails at 32 bits of address
     source, to, expected = room[: 1 << 18].random_(), room[1 << 22 : 2 << 22], room[2 << 22 : 3 << 22]
@@ -261,6 +263,36 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
     lanes.copy_all(OUT, few, False)
     lanes.copy_all(OUT, copies[1:], True)
     assert to[: few[0].size].equal(expected[: few[0].size]) and to.count_nonzero() > few[0].size and not driven
+    to.zero_()
+    lanes.copy_all(IN, [large[0], *copies], False)  # copy engines take the large one, a kernel all others
+    assert torch.equal(to, expected) and driven == large[:1]
+
+
+def test_numbers_of_a_launch_lie_where_the_driver_says(monkeypatch):
+    """Two addresses of 8 bytes and two numbers of 4 for each copy, a gap, and two addresses that are not used."""
+    copies, launched = pytest.importorskip("ringattn.comms.copies"), []
+    places = [(0, 8), (8, 8), (16, 4), (20, 4), (32, 8), (40, 8), (48, 4), (52, 4), (56, 8), (64, 8)]
+
+    def driver(name, function, *given):
+        if name == "cuLaunchKernel":
+            size = ctypes.c_size_t.from_address(given[-1][3]).value
+            launched.append((*given[:9], ctypes.string_at(given[-1][1], size)))
+        elif given[0].value == len(places):
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+        else:
+            given[1]._obj.value, given[2]._obj.value = places[given[0].value]
+
+    monkeypatch.setattr(copies, "driver", lambda: driver)
+    about = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, num_ctas=1, shared=0)
+    kernel = SimpleNamespace(function=7, metadata=about)
+    numbers = [1 << 40, 2 << 40, 16, 32, 3 << 40, 4 << 40, 48, 64]
+    copies.packed(kernel, 2)(5, numbers, 99)
+    ((*shape, stream, _, memory),) = launched
+    assert shape == [5, 1, 1, 32 * copies.WARPS, 1, 1, 0] and stream == 99
+    assert struct.unpack("<qqii8xqqii16x", memory) == (*numbers,)
+    assert copies.packed(kernel, 3) is None  # more numbers than the kernel takes
+    about.global_scratch_size = 8
+    assert copies.packed(kernel, 2) is None
 
 
 def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot):
