@@ -1,6 +1,5 @@
 """A kernel over several families of intervals, one after the other: partials merge, and gradients add up."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -53,17 +52,13 @@ def over_families_in_jax(kernel: JaxKernel) -> JaxKernel:
         assert carry is not None
         return carry
 
-    def summed(attend_backward: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:
-        def gradients(
-            q: Any, k: Any, v: Any, where: Intervals, *rows: Any, dq: Any = None, **score: Any
-        ) -> tuple[Any, Any, Any]:
-            grads: Any = None
-            for family in where.families:
-                dq, *new = attend_backward(q, k, v, family, *rows, dq=dq, **score)
-                grads = new if grads is None else sum_of(grads, new)
-            return dq, *grads
+    def attend_backward(
+        q: Any, k: Any, v: Any, where: Intervals, *rows: Any, dq: Any = None, **score: Any
+    ) -> tuple[Any, Any, Any]:
+        grads: Any = None
+        for family in where.families:
+            dq, *new = kernel.attend_backward(q, k, v, family, *rows, dq=dq, **score)
+            grads = new if grads is None else sum_of(grads, new)
+        return dq, *grads
 
-        return gradients
-
-    halves = kernel.halves and summed(kernel.halves)
-    return replace(kernel, attend=attend, attend_backward=summed(kernel.attend_backward), halves=halves)
+    return replace(kernel, attend=attend, attend_backward=attend_backward)

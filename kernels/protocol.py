@@ -86,8 +86,7 @@ class JaxKernel:
     options    (problem) -> more keyword arguments for both functions
     prepare    (q, dout, lse, delta, out, dlse) -> q and the rows that each step of a backward pass takes in the place
                of (dout, lse, delta), computed once
-    halves     as attend_backward, but at the cost of only those gradients that are used; None if all three together
-               are all it has
+    separable  whether attend_backward takes apart=True, by which only those gradients that are used cost something
     plain      whether it is plain jax.numpy, which the compiler can cut, and which has derivatives of any order
     cut        (begin, end, number of keys) -> rectangles that it can run, from intervals that are known, or None
     """
@@ -97,7 +96,7 @@ class JaxKernel:
     refuses: "Callable[[Problem], str | None]" = lambda problem: None
     options: "Callable[[Problem], dict[str, Any]]" = lambda problem: {}
     prepare: Callable[..., tuple[Any, ...]] = lambda q, dout, lse, delta, out, dlse=None: (q, dout, lse, delta)
-    halves: Callable[..., tuple[Any, Any, Any]] | None = None
+    separable: bool = False
     plain: bool = False
     cut: "Callable[..., tuple[Rectangle, ...] | None] | None" = None
 

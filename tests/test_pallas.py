@@ -111,7 +111,7 @@ def test_equals_the_reference(heads, kv_heads, dim, value_dim, rows, softcap, ca
         return jax.jit(run)(q, k, v)
 
     expected = both(reference, reference.attend_backward)
-    for backward in (splash.attend_backward, splash.halves):
+    for backward in (splash.attend_backward, partial(splash.attend_backward, apart=True)):
         assert worst(both(splash, backward, blocks=SMALL, interpret=True), expected) < 1e-6
 
 
@@ -133,7 +133,12 @@ def test_halves_of_a_block_of_queries_meet_all_of_its_keys():
 
 @pytest.mark.parametrize(
     ("block", "function"),
-    [(1024, splash.attend), (1024, splash.attend_backward), (512, splash.attend), (512, splash.halves)],
+    [
+        (1024, splash.attend),
+        (1024, splash.attend_backward),
+        (512, splash.attend),
+        (512, partial(splash.attend_backward, apart=True)),
+    ],
 )
 def test_a_tile_on_the_diagonal_leaves_out_keys_that_no_query_sees(block, function):
     """Blocks of 512 and 1024: forward in halves, backward in quarters; off the diagonal all pieces run."""

@@ -122,4 +122,4 @@ def split_heads(x_BTH_: Array, k_BSGD: Array) -> Array:
 
 
 KERNEL = TorchKernel(attend, at_once(attend_backward))
-JAX = JaxKernel(attend, attend_backward, halves=attend_backward, plain=True)
+JAX = JaxKernel(attend, attend_backward, plain=True)

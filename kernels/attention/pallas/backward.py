@@ -42,57 +42,46 @@ def prepare(
 
 def attend_backward(
     q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array,
-    *, scale: float, softcap: float | None = None, dq: Array | None = None, **how: Any,
+    *, scale: float, softcap: float | None = None, dq: Array | None = None, apart: bool = False, **how: Any,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """(dq, dk, dv) in float32, from one kernel that holds dk and dv of a key head, if they fit into vector memory.
 
-    q, dout, lse and delta are those of `prepare`. `dq` gives its memory to the new one.
+    Else, and if they are wanted `apart`, two kernels compute dq, and dk and dv; XLA drops the one whose results are not
+    used. q, dout, lse and delta are those of `prepare`. `dq` gives its memory to the new one of one kernel.
     """
+    whole = Shape.of(q_BTHD, v_BSGV, resident=RESIDENT)
+    one = not apart and fits(whole, k_BSGD.shape[1], how.get("arch"), how.get("blocks"))
     inputs = (q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH)
-    if not fits(Shape.of(q_BTHD, v_BSGV, resident=RESIDENT), k_BSGD.shape[1], how.get("arch"), how.get("blocks")):
-        return halves(*inputs, scale=scale, softcap=softcap, dq=dq, **how)
-    case = Case.of(inputs, Score(scale, softcap), resident=RESIDENT, others=dq, **how)
-    (_, H, T, D), (_, G, S, V), (bq, _, _) = case.setup.q.shape, case.setup.v.shape, case.setup.blocks
-    carried = [] if dq is None else [(columns(dq, bq), 3)]
-    new_dq, dk, dv = Walk(case.setup, queries_stay=True).run(
-        partial(backward_kernel, **case.settings, carried=bool(carried)),
-        queries=[*case.queries, *carried],
-        keys=[*case.keys, case.k_t],
-        results=[((H, D, T), 3)],
-        scratch=[((D, bq), jnp.float32)],
-        products=5,
-        heads=((G, D, S), (G, V, S)),
-        onto={len(case.queries): 0} if carried else None,
-    )
-    return rows_of(new_dq, q_BTHD), rows_of(dk, k_BSGD), rows_of(dv, k_BSGD)
-
-
-def halves(
-    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array,
-    *, scale: float, softcap: float | None = None, dq: Array | None = None, **how: Any,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """As `attend_backward`, from two kernels; XLA drops the one whose results are not used."""
-    inputs = (q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH)
+    how |= {"resident": RESIDENT, "others": dq} if one else {}
     case = Case.of(inputs, Score(scale, softcap), **how)
     (_, H, T, D), (_, G, S, V), (bq, bk, _) = case.setup.q.shape, case.setup.v.shape, case.setup.blocks
-    (new_dq,) = Walk(case.setup, queries_stay=True).run(
-        partial(dq_kernel, **case.settings),
-        queries=case.queries,
+    over_keys = partial(
+        Walk(case.setup, queries_stay=True).run,
         keys=[*case.keys, case.k_t],
         results=[((H, D, T), 3)],
         scratch=[((D, bq), jnp.float32)],
-        products=3,
     )
-    dk, dv = Walk(case.setup, queries_stay=False).run(
-        partial(dkv_kernel, **case.settings),
-        queries=case.queries,
-        keys=case.keys,
-        results=[((G, D, S), 3), ((G, V, S), 3)],
-        scratch=[((D, bk), jnp.float32), ((V, bk), jnp.float32)],
-        products=4,
-    )
+    if one:
+        carried = [] if dq is None else [(columns(dq, bq), 3)]
+        new_dq, dk, dv = over_keys(
+            partial(backward_kernel, **case.settings, carried=bool(carried)),
+            queries=[*case.queries, *carried],
+            products=5,
+            heads=((G, D, S), (G, V, S)),
+            onto={len(case.queries): 0} if carried else None,
+        )
+    else:
+        (new_dq,) = over_keys(partial(dq_kernel, **case.settings), queries=case.queries, products=3)
+        dk, dv = Walk(case.setup, queries_stay=False).run(
+            partial(dkv_kernel, **case.settings),
+            queries=case.queries,
+            keys=case.keys,
+            results=[((G, D, S), 3), ((G, V, S), 3)],
+            scratch=[((D, bk), jnp.float32), ((V, bk), jnp.float32)],
+            products=4,
+        )
     new_dq = rows_of(new_dq, q_BTHD)
-    return new_dq if dq is None else dq + new_dq, rows_of(dk, k_BSGD), rows_of(dv, k_BSGD)
+    return new_dq if one or dq is None else dq + new_dq, rows_of(dk, k_BSGD), rows_of(dv, k_BSGD)
 
 
 def rows_of(x_BHDT: Array, like_BTHD: Array) -> Array:

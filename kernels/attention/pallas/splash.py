@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from ringattn.kernels import Problem
 from ringattn.kernels.attention import jax_finite
-from ringattn.kernels.attention.pallas.backward import attend_backward, halves, prepare
+from ringattn.kernels.attention.pallas.backward import attend_backward, prepare
 from ringattn.kernels.attention.pallas.blocks import columns
 from ringattn.kernels.attention.pallas.walk import (
     LOG2E,
@@ -206,4 +206,4 @@ def forward_kernel(
         lse[0, 0] = jnp.where(seen, (top[...] + jnp.log2(sums)) * (1 / LOG2E), NEVER)
 
 
-KERNEL = JaxKernel(attend, attend_backward, refuses, options, prepare, halves)
+KERNEL = JaxKernel(attend, attend_backward, refuses, options, prepare, separable=True)

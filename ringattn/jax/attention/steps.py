@@ -228,11 +228,11 @@ def score_of(recipe: SharedRecipe) -> Score:
     loaded: JaxKernel = over_families_in_jax(kernel.load())
     given = {"scale": spec.scale_for(problem.head_dim), "softcap": spec.softcap, **loaded.options(problem)}
     whole: Callable[..., Any] = partial(loaded.attend_backward, **given)
-    halves: Callable[..., Any] | None = loaded.halves and partial(loaded.halves, **given)
+    halves: Callable[..., Any] | None = whole  # of plain jax.numpy XLA computes only what is used
     if not loaded.plain:
         refuse_automatic(kernel.name)
         first = partial(first_order, kernel.name, instead="make the plan with kernel='reference'")
-        whole, halves = first(whole), halves and first(halves)
+        whole, halves = first(whole), first(partial(whole, apart=True)) if loaded.separable else None
     return Score(partial(loaded.attend, **given), whole, loaded.prepare, halves)
 
 
