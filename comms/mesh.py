@@ -34,8 +34,9 @@ def init_mesh(
         nccl = not started or "nccl" in dist.get_backend()
         device_type = "cuda" if torch.cuda.is_available() and nccl else "cpu"
     if started:
-        if device_type == "cuda":
-            take_gpu()
+        if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized():
+            own = dist.get_node_local_rank(fallback_rank=dist.get_rank())  # ranks share GPUs if there are too few
+            torch.cuda.set_device(own % torch.cuda.device_count())
         meet("mesh", described(sizes, device_type))
     try:
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -52,12 +53,6 @@ def init_mesh(
 
 def described(sizes: dict[str, int], device_type: str) -> str:
     return f"{' x '.join(f'{n}={s}' for n, s in sizes.items() if s > 1) or 'of one rank'} on {device_type}"
-
-
-def take_gpu() -> None:
-    """Set this rank's GPU unless one is in use: each rank its own, as long as there are enough."""
-    if torch.cuda.is_available() and not torch.cuda.is_initialized():
-        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=dist.get_rank()) % torch.cuda.device_count())
 
 
 def set_timeouts(limit: timedelta | None, *meshes: DeviceMesh) -> None:

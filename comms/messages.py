@@ -40,7 +40,10 @@ def decode(data: bytes, rank: int) -> Any:
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The small values of all ranks, in group order. Lengths travel first, then all values padded to the longest."""
-    device, size = host_or_gpu(group), dist.get_world_size(group)
+    # from the host, unless the group has only NCCL
+    over_host = "gloo" in dist.get_backend_config(group) or "nccl" not in dist.get_backend(group)
+    device = torch.device("cpu") if over_host else torch.device("cuda", torch.cuda.current_device())
+    size = dist.get_world_size(group)
     mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([mine.numel()], device=device), group)
@@ -50,9 +53,3 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [
         decode(x[: int(n)].cpu().numpy().tobytes(), r) for r, (x, n) in enumerate(zip(everyone, lengths, strict=True))
     ]
-
-
-def host_or_gpu(group: dist.ProcessGroup | None) -> torch.device:
-    """The device from which a group's small values travel: the host, unless the group has only NCCL."""
-    over_host = "gloo" in dist.get_backend_config(group) or "nccl" not in dist.get_backend(group)
-    return torch.device("cpu") if over_host else torch.device("cuda", torch.cuda.current_device())

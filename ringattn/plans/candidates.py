@@ -86,10 +86,9 @@ def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[st
 
 def chosen(problem: kernels.Problem, plan: Plan, backward: bool) -> str:
     """The name of the kernel of a pass; "none" if all refuse, which the report or the call says."""
+    table = pallas.TABLE if plan.framework == "jax" else kernels.TABLE
     try:
-        if plan.framework == "jax":
-            return kernels.select(problem, plan.kernel, pallas.TABLE).name
-        return kernels.select(problem, plan.kernel, backward=backward).name
+        return kernels.select(problem, plan.kernel, table, backward).name
     except NotImplementedError:
         return "none"
 

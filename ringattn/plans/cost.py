@@ -31,11 +31,9 @@ class Shape:
         """Multiply-adds of one (query, key) pair over all heads: the two products of the forward pass."""
         return 2 * self.batch * self.heads * (self.head_dim + self.value_dim)
 
-    def kv_bytes(self, tokens: int, heads: int) -> int:
+    def bytes_of(self, tokens: int, heads: int) -> int:
+        """Of the keys and values of so many heads; as much as of queries and their results."""
         return self.batch * tokens * heads * (self.head_dim + self.value_dim) * self.itemsize
-
-    def q_bytes(self, tokens: int) -> int:
-        return self.batch * tokens * self.heads * (self.head_dim + self.value_dim) * self.itemsize  # q, and out back
 
 
 def seen_pairs(
@@ -135,4 +133,5 @@ def of_heads(shape: Shape, ulysses: int, local: tuple[int, int]) -> tuple[int, i
 
     `local` is how many tokens of the queries and of the keys a rank holds. Key heads are repeated so that they divide.
     """
-    return shape.q_bytes(local[0]), shape.kv_bytes(local[1], shape.kv_heads * replicas(shape.kv_heads, ulysses))
+    keys = shape.kv_heads * replicas(shape.kv_heads, ulysses)
+    return shape.bytes_of(local[0], shape.heads), shape.bytes_of(local[1], keys)

@@ -110,11 +110,11 @@ def peak(
         1.0 if low_precision or item > 2 else 2.0, kv_heads >= 2, kernel, not low_precision, mostly_local,
     )  # fmt: skip
     given = float(local * batch * item * shape.heads * (shape.head_dim + 2 * shape.value_dim))  # q, out, its gradient
-    given += shape.kv_bytes(plan.keys.local_len, shape.kv_heads)
+    given += shape.bytes_of(plan.keys.local_len, shape.kv_heads)
     given += local * batch * shape.heads * (4 if item == 2 else 8)  # the lse
     if plan.ulysses > 1:  # what entered is kept
         given += groups * n * (each.q + each.out) + (1 if shared else groups) * keys * each.kv
-    given += replays * (2 * given + shape.kv_bytes(plan.keys.local_len, shape.kv_heads))
+    given += replays * (2 * given + shape.bytes_of(plan.keys.local_len, shape.kv_heads))
     if plan.strategy == "gather" and plan.ring > 1:
         return given + gather_peak(each, plan.ring, groups, not plan.keys.tokens.in_order)
     live = Live(np.zeros(len(steps.readers)))
@@ -130,9 +130,9 @@ def bound(plan: Plan, shape: Shape, steps: Steps) -> float:
     """
     keys, kv_heads = plan.keys.tokens.shard_len, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
     keys = keys * plan.ring if plan.strategy == "gather" else keys + int(steps.received.max())
-    repeated = shape.kv_bytes(keys, shape.heads // plan.ulysses)
+    repeated = shape.bytes_of(keys, shape.heads // plan.ulysses)
     times = 8.0 if plan.graphs == "off" else 14.0
-    return times * (2 * shape.q_bytes(plan.local_len) + shape.kv_bytes(keys, kv_heads)) + 3.0 * repeated
+    return times * (2 * shape.bytes_of(plan.local_len, shape.heads) + shape.bytes_of(keys, kv_heads)) + 3.0 * repeated
 
 
 def replay_ring(live: Live, each: Sizes, steps: Steps) -> None:

@@ -244,7 +244,7 @@ class Plan(Value):
         groups = self.groups_for(shape) if self.swaps else 1
         _, kv_heads = heads_of_group(shape.heads, shape.kv_heads, self.ulysses, groups)
         times = 4 if back and self.transport.grads != "input" else 1  # of keys' memory, with float32 gradients
-        block = times * shape.kv_bytes(self.keys.tokens.shard_len, kv_heads)
+        block = times * shape.bytes_of(self.keys.tokens.shard_len, kv_heads)
         return min(self.transport.together or max(1, int(self.machine.room // block)), self.ring // self.hosts)
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":

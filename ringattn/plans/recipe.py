@@ -204,7 +204,7 @@ class Recipe:
         last = remote.beside(local_keys, self.rank, local.keys)
         if not (are_sequences(first.where) and are_sequences(last.where)):
             return steps
-        arriving = float(self.plan.link.seconds(remote.length * self.shape.kv_bytes(1, self.heads[1])))
+        arriving = float(self.plan.link.seconds(remote.length * self.shape.bytes_of(1, self.heads[1])))
         waiting = sent * arriving - work * self.seconds_of_work(first)
         partials = 4 * (self.rows or 0) * self.shape.value_dim / self.plan.machine.bandwidth  # seconds to read them
         return (first, last) if waiting <= visits * partials else steps
