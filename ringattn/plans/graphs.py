@@ -6,6 +6,8 @@ from ringattn.plans.cost import Shape
 from ringattn.plans.mask import Mask, table_of
 from ringattn.plans.plan import Plan
 
+LONGEST = 3.0  # a GPU that computes so many times as long as the host launches gains nothing (two and four H200s)
+
 
 def why_not(plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None = None) -> str | None:
     """Why such calls are not captured; None if they are, where the GPU would wait for the host."""
@@ -16,16 +18,17 @@ def why_not(plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None = N
         return "nothing travels between GPUs"
     if docs is not None or plan.docs is not None:
         return "documents are others in every batch"
-    for axis in plan.axes if plan.axes.here else ():
-        if axis.size > 1 and not axis.replayable:
-            return f"transfers over {axis.by} cannot be replayed, only those over symmetric memory"
+    others = [axis.by for axis in plan.axes if axis.size > 1 and not axis.replayable] if plan.axes.here else []
+    others += ["several hosts"] * (not plan.axes.here and ranks > machine.gpus)
+    if others:
+        return f"transfers over {others[0]} cannot be replayed, only those over symmetric memory"
     pairs = int(work_of(spec, shape.seq_len, shape.key_len).below(shape.seq_len))
     computes = shape.flops_a_pair * pairs / ranks / machine.flops(shape.itemsize, ranks)
     table, gathers = table_of(Mask(plan, spec), plan.hosts, plan.together(shape, back=False)), plan.strategy == "gather"
     steps, exchanges = 1 if gathers else table.count, 2 * (plan.ulysses > 1) + gathers
     launches = steps * (machine.step[0] + machine.library) + exchanges * machine.exchange
     launches *= plan.groups_for(shape) if plan.swaps else 1
-    if computes >= launches:
+    if computes >= LONGEST * launches:
         return f"a GPU computes for {1e3 * computes:.3g} ms forward, which the host launches in {1e3 * launches:.2g} ms"
     return None
 

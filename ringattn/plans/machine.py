@@ -53,6 +53,7 @@ class Machine(Value):
     half       queries x heads of a rank with which a kernel reaches half of its rate, forward and backward
     launch     seconds that a step takes beside its work, forward and backward
     start      seconds of the host until a call's first kernel runs, forward and backward
+    replay     the same of a call that is replayed as a CUDA graph
     step       seconds of the host for each step of a call over ranks that no compiler or graph launches
     library    how many more such a step takes if the kernel is that of another library
     exchange   seconds of the host for each exchange of a group's heads, or of all keys
@@ -78,6 +79,7 @@ class Machine(Value):
     half: PAIR = (0.0, 0.0)
     launch: PAIR = (0.0, 0.0)
     start: PAIR = (0.0, 0.0)
+    replay: PAIR = (0.0, 0.0)
     step: PAIR = (0.0, 0.0)
     library: float = 0.0
     exchange: float = 0.0

@@ -108,7 +108,9 @@ class Pass:
         slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
         seen = work_of(spec, queries.length, keys.length, docs).below(queries.length) / plan.ring / queries.shard_len
         flops = shape.flops_a_pair * (BACKWARD if back else 1.0) / ulysses
-        self.pair, self.launch = slower * flops / rates.of(back, spec, seen), machine.launch[back]
+        self.replays = why_not(plan, shape, spec, docs) is None
+        self.pair = slower * flops / rates.of(back, spec, seen)
+        self.launch = machine.launch[back] / (1 + self.replays)  # a graph's kernels follow each other sooner
         # bytes of a token: its keys and values, the gradients of them that return, and their sums that move on
         self.token = shape.bytes_of(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
         self.returned = self.token * back * (1.0 if rates.low_precision or shape.itemsize > 2 else 2.0)
@@ -117,8 +119,8 @@ class Pass:
         heads = sum(of_heads(shape, ulysses, (plan.local_len, plan.keys.local_len))) / ulysses
         self.heads = heads * (local - 1), heads * (ulysses - local)  # bytes of exchanges, within hosts and between
         self.groups = plan.groups_for(shape) if plan.swaps else 1
-        self.replays = why_not(plan, shape, spec, docs) is None
-        gathers, self.start = plan.strategy == "gather" and plan.ring > 1, machine.start[back]
+        gathers = plan.strategy == "gather" and plan.ring > 1
+        self.start = (machine.replay if self.replays else machine.start)[back]
         exchange = 0.0 if self.replays else machine.exchange
         self.first = self.start + exchange * plan.swaps  # when the first kernel runs: an exchange precedes it
         self.exchanges = exchange * (2 * (ulysses > 1) + (1 + back) * gathers)  # heads enter and leave
@@ -186,7 +188,7 @@ def one_pass(plan: Plan, shape: Shape, steps: Steps, machine: Machine, each: Pas
         shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < groups  # keys travel with the first group
         ends = 1 - (1 - 1 / groups) * (queries / (queries + keys_too) if shared else 1)
         seconds = max(seconds + (swap + late) * ends, swap + late + seconds / groups)
-        seconds += (groups - 1) * int((pairs > 0).sum(1).max()) * machine.launch[back]
+        seconds += (groups - 1) * int((pairs > 0).sum(1).max()) * each.launch
     mean, host = float(work.sum(1).mean()), each.host(pairs.shape[1])
     whole = float(max(each.first + seconds, host))
     exposed = max(0.0, whole - max(each.start + mean, host))
