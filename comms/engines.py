@@ -74,8 +74,8 @@ class Lanes:
         """Copies in any order. `persistent`: other work fills the GPU, for which a kernel would wait."""
         if copies:
             self.flush(lane)
-        large = [copy for copy in copies if lane == IN and copy.size * copy.rows >= MAX_AVERAGE]
-        small = [copy for copy in copies if copy not in large] if large else copies
+        large = [copy for copy in copies if copy.size * copy.rows >= MAX_AVERAGE] if lane == IN else []
+        small = [copy for copy in copies if copy.size * copy.rows < MAX_AVERAGE] if large else copies
         one = are_one(lane, small, persistent)
         for copy in large if one else copies:
             self.copy(lane, copy)
@@ -88,7 +88,8 @@ class Lanes:
 
     def wait(self, lane: int, flag: int) -> None:
         """Wait until the flag at this address is 1, then set it to 0."""
-        self.flush(1 - lane)
+        if self.queued[1 - lane]:
+            self.flush(1 - lane)
         self.queued[lane].extend((signal(WAIT, flag, 1, UNTIL_EQUAL), signal(WRITE, flag, 0)))
 
     def set(self, lane: int, flag: int, value: int = 1) -> None:

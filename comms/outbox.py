@@ -138,8 +138,7 @@ class Peers:
 def copies_of(slot: int, pieces: Iterable[Piece], back: bool = False) -> list[Copy]:
     """The copies of pieces into the slot at this address, one behind the other; `back`: from there to the pieces."""
     copies = []
-    for address, size, rows, pitch in pieces:
-        fields = (address, slot, size, rows, pitch, size) if back else (slot, address, size, rows, size, pitch)
-        copies.append(Copy(*fields))
+    for at, size, rows, pitch in pieces:
+        copies.append(Copy(at, slot, size, rows, pitch, size) if back else Copy(slot, at, size, rows, size, pitch))
         slot += rows * size
     return copies
