@@ -404,6 +404,15 @@ def test_a_trial_distinguishes_an_outbox_that_works_from_one_that_does_not(slot)
     assert works == [None] * 3 and all("received {" in message for message in fails)
 
 
+def test_waits_are_over_in_order_after_2_to_the_31_too():
+    """Lanes write 32 bits of their numbers."""
+    counts = torch.tensor([[2**31 - 1, -(2**31)]], dtype=torch.int32)
+    found = Watch(None, None, 2, counts, timeout=1.0)
+    for at, number, over in ((0, 2**31 - 1, 1), (0, 2**31, 0), (1, 2**31 - 1, 1), (1, 2**31, 1), (1, 2**31 + 1, 0)):
+        found.open = [(0.0, found.done_counts, (0, at), number, None)]
+        assert found.done() == over, (at, number)
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_rank_that_never_comes_is_named_in_time(together):
     """Also if a kernel is to fetch what it sends `together` with what another rank sent in time."""
