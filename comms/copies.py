@@ -7,7 +7,6 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -64,43 +63,34 @@ def copy_all(
             continue
         with torch.cuda.stream(stream):  # None leaves the current one
             kernel = copy_kernel[grid, 1, 1](tuple(numbers), count, WORDS, num_warps=WARPS)
-        if kernel is not None:  # as in Triton's interpreter
-            COMPILED[device, count] = packed(kernel, count) or partial(by_triton, kernel, count)
-
-
-def by_triton(kernel: Any, count: int, programs: int, numbers: Sequence[int], stream: int) -> None:
-    kernel[programs, 1, 1](tuple(numbers), count, WORDS, stream=stream)
+        if kernel is not None and (launch := packed(kernel, 4 * count)) is not None:  # None in Triton's interpreter
+            COMPILED[device, count] = launch
 
 
 def packed(kernel: Any, count: int) -> Launch | None:
-    """A function that launches a compiled kernel of so many copies in 10 us, for which Triton takes 40 to 80.
+    """A function that launches a compiled kernel with so many numbers: Triton looks at each, which takes 40 to 80 us.
 
-    The numbers lie in memory as the driver says. What follows them are addresses of memory that the kernel does not
-    use. None if the driver does not say it, or the kernel needs more than a plain launch.
+    They lie as the driver says, before addresses that the kernel does not use. None if the driver does not say it.
     """
     about, launch, offset, size = kernel.metadata, driver(), ctypes.c_size_t(), ctypes.c_size_t()
     if about.global_scratch_size or getattr(about, "profile_scratch_size", 0) or about.num_ctas > 1:
         return None
-    places: list[tuple[int, int]] = []
+    kinds, found = "<", 0
     with suppress(RuntimeError, AttributeError):  # past the last one; by an old driver
         while True:
-            launch("cuFuncGetParamInfo", ctypes.c_uint64(kernel.function), ctypes.c_size_t(len(places)),
+            launch("cuFuncGetParamInfo", ctypes.c_uint64(kernel.function), ctypes.c_size_t(found),
                    ctypes.byref(offset), ctypes.byref(size))  # fmt: skip
-            places.append((offset.value, size.value))
-    count *= 4
-    if len(places) < count:
+            kinds += f"{offset.value - struct.calcsize(kinds)}x"
+            kinds += f"{size.value}x" if found >= count else "q" if size.value == 8 else "i"
+            found += 1
+    if found < count:
         return None
-    ends = [0, *[at + size for at, size in places]]
-    kinds = ["q" if size == 8 else "i" for _, size in places[:count]] + [f"{size}x" for _, size in places[count:]]
-    gaps = [at - end for (at, _), end in zip(places, ends, strict=False)]
-    layout = struct.Struct("<" + "".join(f"{gap}x{kind}" for gap, kind in zip(gaps, kinds, strict=True)))
-    total, function, threads, shared = ctypes.c_size_t(layout.size), kernel.function, 32 * WARPS, about.shared
+    layout = struct.Struct(kinds)
+    total, place = ctypes.c_size_t(layout.size), ctypes.addressof
 
     def launch_packed(programs: int, numbers: Sequence[int], stream: int) -> None:
         memory = ctypes.create_string_buffer(layout.pack(*numbers), layout.size)
-        extra = (ctypes.c_void_p * 5)(
-            BUFFER, ctypes.addressof(memory), BUFFER_SIZE, ctypes.addressof(total), BUFFER_END
-        )
-        launch("cuLaunchKernel", function, programs, 1, 1, threads, 1, 1, shared, stream, None, extra)
+        extra = (ctypes.c_void_p * 5)(BUFFER, place(memory), BUFFER_SIZE, place(total), BUFFER_END)
+        launch("cuLaunchKernel", kernel.function, programs, 1, 1, 32 * WARPS, 1, 1, about.shared, stream, None, extra)
 
     return launch_packed

@@ -48,11 +48,6 @@ class Board:
                 f"{name} rank {to} received nothing from rank {source} within {self.timeout} s (its transfer {number})"
             )
 
-    def check_empty(self) -> None:
-        """Check that everything sent was received: on a network a later call would receive it, or the sender hang."""
-        left = [f"{name} rank {source} -> {to} (its transfer {number})" for name, _, source, to, number in self.items]
-        assert not left, f"{len(left)} transfers were sent and never received: {', '.join(left[:8])}"
-
     def fail(self, error: BaseException) -> None:
         with self.changed:
             self.failed = self.failed or error
@@ -182,5 +177,6 @@ def run(
         thread.join()
     if board.failed is not None:
         raise board.failed
-    board.check_empty()
+    left = [f"{name} rank {source} -> {to} (its transfer {number})" for name, _, source, to, number in board.items]
+    assert not left, f"{len(left)} transfers were sent, never received: {', '.join(left[:8])}"  # senders would hang
     return results

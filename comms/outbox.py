@@ -21,7 +21,7 @@ from ringattn.comms.memory import Piece
 
 SLOTS = 12  # for all other ranks together, but at least two for each
 SHARED = 8  # slots for tensors with several readers
-HEAD = 4096  # bytes for the flags: up to 85 ranks
+HEAD = 8192  # bytes for the flags: up to 102 ranks
 
 
 class Outbox:
@@ -31,6 +31,7 @@ class Outbox:
         self.bases, self.rank = bases, rank
         self.private = slots_of(len(bases))  # how many slots there are for each other rank alone
         self.slots = SHARED + self.private
+        assert 8 * len(bases) * self.slots <= HEAD, f"{len(bases)} ranks have more flags than there is room for"
         self.wave = SHARED // 2, max(1, self.private // 2)  # how many batches are received at once: of each kind half
         for name in ("slot", "full", "free"):  # every move needs the same few addresses again
             setattr(self, name, cache(getattr(self, name)))

@@ -244,7 +244,9 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    ranks = messages.gather([device.index, reaches_all()], group)
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]  # that this process sees
+    reaches_all = all(torch.cuda.can_device_access_peer(device, i) for i in others)
+    ranks = messages.gather([device.index, reaches_all], group)
     shared = len({gpu for gpu, _ in ranks}) < size  # ranks that see one GPU each, or share one, which gloo allows
     if not all(reaches for _, reaches in ranks) or (shared and over_nccl(group)):
         return None
@@ -324,12 +326,6 @@ def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
     except (RuntimeError, ConnectionError) as error:
         return str(error).splitlines()[0]
     return None
-
-
-def reaches_all() -> bool:
-    """Whether this process's GPU can read the memory of all other GPUs it sees."""
-    device, count = torch.cuda.current_device(), torch.cuda.device_count()
-    return all(torch.cuda.can_device_access_peer(device, i) for i in range(count) if i != device)
 
 
 def over_nccl(group: dist.ProcessGroup) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ringattn.comms.engines import IN, OUT, RELEASE, Lanes
 from ringattn.comms.lost import with_first_loss
 from ringattn.comms.outbox import Outbox
 
-T = TypeVar("T")
 Wait = tuple[int, int, str]  # the lane, the peer, and what it waits for
 
 
@@ -112,9 +111,9 @@ class Watch:
                 self.lanes.set(RELEASE, self.outbox.free(self.outbox.rank, peer, slot))
 
 
-def in_time(ask: Callable[[], T], seconds: float) -> T | None:
+def in_time(ask: Callable[[], Any], seconds: float) -> Any:
     """The result of `ask()`, or None if it takes longer than `seconds` or fails."""
-    answers: list[T] = []
+    answers: list[Any] = []
     asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     asking.start()
     asking.join(seconds)

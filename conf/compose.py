@@ -76,10 +76,6 @@ def check_aliases(folder: Path | None) -> None:
             )
 
 
-def as_yaml(config: Train) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
 def refuse(name: str = "", *default: object) -> None:
     """Neither files nor words get values from the environment, however deep the interpolation."""
     raise ValueError(f'${{oc.env:{name}}} is refused, as it may be a secret; give KEY="${name}" in the shell')

@@ -286,13 +286,13 @@ def test_numbers_of_a_launch_lie_where_the_driver_says(monkeypatch):
     about = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, num_ctas=1, shared=0)
     kernel = SimpleNamespace(function=7, metadata=about)
     numbers = [1 << 40, 2 << 40, 16, 32, 3 << 40, 4 << 40, 48, 64]
-    copies.packed(kernel, 2)(5, numbers, 99)
+    copies.packed(kernel, 8)(5, numbers, 99)
     ((*shape, stream, _, memory),) = launched
     assert shape == [5, 1, 1, 32 * copies.WARPS, 1, 1, 0] and stream == 99
     assert struct.unpack("<qqii8xqqii16x", memory) == (*numbers,)
-    assert copies.packed(kernel, 3) is None  # more numbers than the kernel takes
+    assert copies.packed(kernel, 11) is None  # more numbers than the kernel takes
     about.global_scratch_size = 8
-    assert copies.packed(kernel, 2) is None
+    assert copies.packed(kernel, 8) is None
 
 
 def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot):

@@ -37,7 +37,9 @@ def run(words: list[str], task: Callable[[Train], int]) -> int:
         print(f"{USAGE}\n{schema.choices()}\n\n{listed(schema.every_key())}")
         return 0
     try:
-        from ringattn.conf.compose import as_yaml, composed  # which need Hydra
+        from omegaconf import OmegaConf
+
+        from ringattn.conf.compose import composed
 
         prints = "--cfg" in words
         config = composed([word for word in words if not (prints and word in ("--cfg", "job"))])
@@ -48,7 +50,7 @@ def run(words: list[str], task: Callable[[Train], int]) -> int:
         return complain(text)
     if prints:
         if torchrun.rank() == 0:
-            print(as_yaml(config), end="")
+            print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
         return 0
     return task(config)
 

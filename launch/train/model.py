@@ -56,7 +56,9 @@ class Block(nn.Module):
         self.recompute = recompute
         self.checkpoint = partial(offloaded, checkpoint) if offload else checkpoint
         self.attention_norm, self.mlp_norm = nn.RMSNorm(model.dim), nn.RMSNorm(model.dim)
-        self.attention = linear_attention(model) if linear else softmax_attention(model)
+        spec, heads = AttentionSpec(window=model.window, softcap=model.softcap), (model.heads, model.kv_heads)
+        softmax = partial(Attention, model.dim, *heads, head_dim(model), spec=spec, theta=model.rope_theta)
+        self.attention = linear_attention(model) if linear else softmax()
         self.mlp = SwiGLU(model.dim, model.hidden, GATE_LIMIT if recompute in ("cheap", "block") else None)
 
     def forward(self, x: Tensor, plan: Plan | None, positions: Tensor | None, docs: Docs | None = None) -> Tensor:
@@ -69,11 +71,6 @@ class Block(nn.Module):
     def apply_to(self, x: Tensor, plan: Plan | None, positions: Tensor | None, docs: Docs | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), plan, positions, docs)
         return x + self.mlp(self.mlp_norm(x))
-
-
-def softmax_attention(model: Model) -> nn.Module:
-    spec = AttentionSpec(window=model.window, softcap=model.softcap)
-    return Attention(model.dim, model.heads, model.kv_heads, head_dim(model), spec=spec, theta=model.rope_theta)
 
 
 def linear_attention(model: Model) -> nn.Module:

@@ -174,7 +174,7 @@ class Deal:
         """Late tokens for early ones, of about as much work as is wanted and within the bounds of what fits, so that no
         rank receives too many keys.
         """
-        dense, light = (sorted(self.ranges[rank], key=self.density) for rank in (high, low))
+        dense, light = (sorted(self.ranges[r], key=lambda x: self.fact(x).work / (x[1] - x[0])) for r in (high, low))
         reach, found = self.reach(self.ranges[low]), []
         for give in dense[-ranges:]:
             for take in light[:ranges]:
@@ -191,9 +191,6 @@ class Deal:
             (d1, keys1), (d2, keys2) = self.delay(highs), self.delay(lows)
             if max(keys1, keys2) <= self.most_keys:
                 yield Trade((highs, lows), moved, (d1, d2))
-
-    def density(self, tokens: Range) -> float:
-        return self.fact(tokens).work / (tokens[1] - tokens[0])
 
     def fact(self, tokens: Range) -> Fact:
         if tokens not in self.facts:

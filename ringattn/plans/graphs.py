@@ -18,15 +18,15 @@ def why_not(plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None = N
         return "nothing travels between GPUs"
     if docs is not None or plan.docs is not None:
         return "documents are others in every batch"
-    others = [axis.by for axis in plan.axes if axis.size > 1 and not axis.replayable] if plan.axes.here else []
-    others += ["several hosts"] * (not plan.axes.here and ranks > machine.gpus)
+    there = ["several hosts"] * (ranks > machine.gpus)
+    others = [x.by for x in plan.axes if x.size > 1 and not x.replayable] if plan.axes.here else there
     if others:
         return f"transfers over {others[0]} cannot be replayed, only those over symmetric memory"
     pairs = int(work_of(spec, shape.seq_len, shape.key_len).below(shape.seq_len))
     computes = shape.flops_a_pair * pairs / ranks / machine.flops(shape.itemsize, ranks)
-    table, gathers = table_of(Mask(plan, spec), plan.hosts, plan.together(shape, back=False)), plan.strategy == "gather"
-    steps, exchanges = 1 if gathers else table.count, 2 * (plan.ulysses > 1) + gathers
-    launches = steps * (machine.step[0] + machine.library) + exchanges * machine.exchange
+    gathers = plan.strategy == "gather"
+    steps = 1 if gathers else table_of(Mask(plan, spec), plan.hosts, plan.together(shape, back=False)).count
+    launches = steps * (machine.step[0] + machine.library) + (2 * (plan.ulysses > 1) + gathers) * machine.exchange
     launches *= plan.groups_for(shape) if plan.swaps else 1
     if computes >= LONGEST * launches:
         return f"a GPU computes for {1e3 * computes:.3g} ms forward, which the host launches in {1e3 * launches:.2g} ms"

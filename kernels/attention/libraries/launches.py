@@ -61,10 +61,9 @@ def repeat(function: Function, options: Options, tensors: Mapping[str, Tensor | 
     with COMPILING:
         if known == ONCE and not (given[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             results, options.launches[kind] = learned(function, run, options, given)
-        else:
-            results = run()
-            options.launches.setdefault(kind, ONCE)
-    return results
+            return results
+        options.launches.setdefault(kind, ONCE)
+        return run()
 
 
 def kind_of(x: Tensor) -> tuple[Any, ...]:

@@ -147,11 +147,6 @@ def logits(scale: float, softcap: float | None) -> tuple[float, float]:
     return (scale * LOG2E.value, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E.value)
 
 
-def describable(strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether an aligned tensor can have a descriptor: contiguous rows that start at multiples of 16 bytes."""
-    return strides[-1] == 1 and all(s * itemsize % 16 == 0 for s in strides[:-1])
-
-
 class Shape(NamedTuple):
     """B batch rows, T queries, S keys, H query heads, G key heads, head dim D, value dim V."""
 
@@ -177,7 +172,8 @@ class Shape(NamedTuple):
         self, device: torch.device, itemsize: int, strides: tuple[Any, ...], aligned: bool, table: Table | None
     ) -> Tiles:
         """The entry of the table for inputs with these strides, or one without TMA if one cannot have a descriptor."""
-        described = aligned and all(describable(each, itemsize) for each in strides)
+        # a descriptor is of contiguous rows that start at multiples of 16 bytes
+        described = aligned and all(x[-1] == 1 and all(s * itemsize % 16 == 0 for s in x[:-1]) for x in strides)
         return entry(architecture(device), itemsize * 8, max(32, *self.widths), described, table)
 
     def constants(self, softcap: float | None, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
