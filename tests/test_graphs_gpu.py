@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -60,24 +61,17 @@ def replayed(place, name, sinks, compiled=False):
     return gap, sorted(name for each in found for name, graph in each.items() if graph is not None), plan.explain()
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("place", PLACES)
-def test_replays_equal_calls(place, name, sinks):
+@pytest.mark.parametrize(
+    "place, name, sinks, compiled",
+    [*product(PLACES, SPECS, [False, True], [False]), ("ring", "causal", False, True)],
+)
+def test_replays_equal_calls(place, name, sinks, compiled):
     ring, ulysses = PLACES[place]
     backend = backend_for(ring * ulysses, "symmetric")
     for gap, captured, text in run_processes(
-        replayed, ring * ulysses, place, name, sinks, backend=backend, timeout=120
+        replayed, ring * ulysses, place, name, sinks, compiled, backend=backend, timeout=200 if compiled else 120
     ):
-        assert captured == ["backward", "forward"], text
-        assert gap <= 1e-2
-
-
-def test_a_compiled_step_replays_too():
-    for gap, captured, text in run_processes(
-        replayed, 2, "ring", "causal", False, True, backend=backend_for(2, "symmetric"), timeout=200
-    ):
-        assert set(captured) == {"backward", "forward"}, text
+        assert sorted(set(captured) if compiled else captured) == ["backward", "forward"], text
         assert gap <= 1e-2
 
 

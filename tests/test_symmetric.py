@@ -333,7 +333,10 @@ def test_a_move_fills_every_piece_of_a_scattered_tensor(slot):
 
 
 def test_a_move_holds_what_a_caller_lets_go_until_it_is_waited_for():
-    """A lane may read it, to pack it, long after the call: its memory must not be given to what comes next."""
+    """A lane may read it, to pack it, long after the call: its memory must not be given to what comes next.
+
+    What nobody waits for is waited for when it is let go.
+    """
 
     def one_rank(axis):
         other = 1 - axis.rank
@@ -344,14 +347,8 @@ def test_a_move_holds_what_a_caller_lets_go_until_it_is_waited_for():
         assert all(ref() is not None for ref in held)
         flight.wait()
         assert all(ref() is None for ref in held)
-
-    on_ranks(one_rank, axes(2))
-
-
-def test_a_move_that_nobody_waits_for_is_waited_for_before_its_memory_is_let_go():
-    def one_rank(axis):
         room = torch.zeros(4)
-        axis.move({1 - axis.rank: [torch.ones(4)]}, {1 - axis.rank: [room]})
+        axis.move({other: [torch.ones(4)]}, {other: [room]})
         assert room.eq(1).all()
 
     on_ranks(one_rank, axes(2))
