@@ -1,4 +1,4 @@
-"""The layers of linear attention: over ranks it is the layer on one device, and a stream gives what forward gives."""
+"""Layers, most of them linear: over ranks each is the layer on one device, and a stream gives what forward gives."""
 
 from copy import deepcopy
 from itertools import pairwise
@@ -14,7 +14,7 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
 from ringattn.models.linear import LinearLayer
-from ringattn.models.nn import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
+from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import order
 from ringattn.torch.linear.halo import causal_convolution
@@ -33,8 +33,11 @@ LAYERS = [
 ]
 
 
-def layer(kind: type[LinearLayer] = GatedLinearAttention, **choices) -> LinearLayer:
-    made = kind(C, heads=4, **choices).double()
+ATTENTION = Attention, {"heads": 12, "kv_heads": 6, "head_dim": 8, "spec": ra.AttentionSpec(window=20)}
+
+
+def layer(kind: type[LinearLayer | Attention] = GatedLinearAttention, **choices) -> LinearLayer | Attention:
+    made = kind(C, **{"heads": 4, **choices}).double()
     generator = torch.Generator().manual_seed(0)  # not the global one: ranks are threads
     for weight in made.parameters():
         nn.init.normal_(weight, std=0.3, generator=generator)
@@ -47,7 +50,7 @@ def data(length: int = T) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
-@pytest.mark.parametrize(("kind", "choices"), LAYERS, ids=str)
+@pytest.mark.parametrize(("kind", "choices"), [*LAYERS, ATTENTION], ids=str)
 @pytest.mark.parametrize(("ring", "ulysses", "place"), [*MESHES, (4, 1, "balanced"), (2, 2, "balanced")])
 def test_a_layer_over_ranks_is_the_layer_on_one_device(ring, ulysses, place, kind, choices, lengths):
     x, dout = data()
