@@ -165,12 +165,7 @@ def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
     [
         ({"ulysses": 2}, "ulysses", "e e R l e R l R l", "e e R l e R l R l"),
         ({"ring": 2}, "gather", "gg gg R gg R R", "gg gg R ss gg R ss R ss"),
-        (
-            {"ring": 2, "ulysses": 2},
-            "gather",
-            "e e gg e gg R l gg R l R l",
-            "e e gg e gg R ss gg R ss l R ss l l",
-        ),
+        ({"ring": 2, "ulysses": 2}, "gather", "e e gg e gg R l gg R l R l", "e e gg e gg R ss gg R ss l R ss l l"),
     ],
 )
 def test_a_group_of_heads_travels_while_another_is_attended_to(

@@ -62,8 +62,7 @@ def replayed(place, name, sinks, compiled=False):
 
 
 @pytest.mark.parametrize(
-    "place, name, sinks, compiled",
-    [*product(PLACES, SPECS, [False, True], [False]), ("ring", "causal", False, True)],
+    "place, name, sinks, compiled", [*product(PLACES, SPECS, [False, True], [False]), ("ring", "causal", False, True)]
 )
 def test_replays_equal_calls(place, name, sinks, compiled):
     ring, ulysses = PLACES[place]

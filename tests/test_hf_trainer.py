@@ -335,14 +335,8 @@ REFUSED = [  # what a user does in a folder, and a part of the error's message
     (lambda _: with_context(4, ulysses=3), "ulysses=3: choose a whole number that divides cp_size=4"),
     (lambda folder: trainer_of(folder, **BY_LENGTH).train(), "deals out examples by their lengths"),
     (lambda folder: trainer_of(folder, NO_LABELS).train(), "there are no labels among input_ids, so there is no loss"),
-    (
-        lambda folder: trainer_of(folder, label_smoothing_factor=0.5).train(),
-        "a label_smoother, which needs all logits",
-    ),
-    (
-        lambda folder: trainer_of(folder, compute_loss_func=print).train(),
-        "a compute_loss_func, which needs all logits",
-    ),
+    (lambda folder: trainer_of(folder, label_smoothing_factor=0.5).train(), "a label_smoother, which needs all logits"),
+    (lambda folder: trainer_of(folder, compute_loss_func=print).train(), "a compute_loss_func, which needs all logits"),
 ]
 
 

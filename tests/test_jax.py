@@ -200,13 +200,7 @@ def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        "causal-ring4x1-zigzag",
-        "window-ring2x2-zigzag",
-        "docs-ring2x2-striped",
-        "docs-gather2x2-zigzag",
-    ],
+    "name", ["causal-ring4x1-zigzag", "window-ring2x2-zigzag", "docs-ring2x2-striped", "docs-gather2x2-zigzag"]
 )
 def test_steps_cut_into_rectangles_equal_dense_float64(name, dense_cudnn):
     case = next(c for c in CASES if str(c) == name)

@@ -90,8 +90,7 @@ def test_states_are_gathered_where_they_pass_devices_in_another_order(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("place", "gate", "lengths", "tokens", "scan"),
-    [CASES[2], pytest.param(*CASES[8], marks=pytest.mark.slow)],
+    ("place", "gate", "lengths", "tokens", "scan"), [CASES[2], pytest.param(*CASES[8], marks=pytest.mark.slow)]
 )
 def test_the_delta_rule_equals_the_recurrence(place, gate, lengths, tokens, scan):
     check(place, gate, lengths, tokens, scan=scan, rule={"beta": True, "key_heads": 1})
@@ -128,10 +127,7 @@ STATES = [case for case in CASES if case[2] is not None]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "gate", "lengths", "tokens", "scan"),
-    [STATES[0], *STATES[1::2]],
-)
+@pytest.mark.parametrize(("place", "gate", "lengths", "tokens", "scan"), [STATES[0], *STATES[1::2]])
 def test_every_document_goes_on_from_its_own_state(place, gate, lengths, tokens, scan):
     """Each by one of the rules, the first by both."""
     rules = [{}, {"beta": True, "key_heads": 1}]

@@ -259,10 +259,7 @@ def test_without_a_plan_data_beside_what_is_traced_lies_alike(small):
     found = jax.jit(lambda q: ra.attention(q, k, v))(q)
     assert found.sharding.spec[1] == "x"
     close(found, ra.attention(*(x[:, :28] for x in small)))
-    expect(
-        ["2 devices from cpu:0 on", "cpu:2"],
-        lambda: ra.attention(q, k, *spread(meshes[1], small, None, "x")[2:]),
-    )
+    expect(["2 devices from cpu:0 on", "cpu:2"], lambda: ra.attention(q, k, *spread(meshes[1], small, None, "x")[2:]))
 
 
 @pytest.mark.slow

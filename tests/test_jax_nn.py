@@ -93,10 +93,7 @@ def weights_of(layer, state):
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [
-        ("Attention", {"kv_heads": 2}),
-        pytest.param("GatedDeltaNet", {"key_heads": 2}, marks=pytest.mark.slow),
-    ],
+    [("Attention", {"kv_heads": 2}), pytest.param("GatedDeltaNet", {"key_heads": 2}, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_flax_layers_equal_those_of_torch(plan, name, given):

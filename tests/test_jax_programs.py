@@ -244,11 +244,7 @@ def test_gradients_are_taken_where_jax_promotes_nothing(small, plan):
 
 def test_documents_are_not_made_of_what_is_traced():
     starts = jnp.array([[0, 3]])
-    for make in (
-        ra.Docs.from_lengths,
-        ra.Docs.from_cu_seqlens,
-        lambda x: ra.Docs.from_lengths([x[0, 1]]),
-    ):
+    for make in (ra.Docs.from_lengths, ra.Docs.from_cu_seqlens, lambda x: ra.Docs.from_lengths([x[0, 1]])):
         expect(["traced", "outside jit", "as an argument"], lambda make=make: jax.jit(make)(starts))
     docs = ra.Docs.from_lengths([1, 2])
     assert repr(jax.tree.map(jnp.shape, docs)) == "Docs((1, 3), 3 tokens)"

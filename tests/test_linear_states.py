@@ -51,9 +51,7 @@ def test_every_document_goes_on_from_its_own_state(place, lengths, rule):
 
 
 @pytest.mark.parametrize(
-    ("place", "scan"),
-    [*product([*PLACES[:3], PLACES[-1]], WAYS), *product(BALANCED, ["auto"])],
-    ids=str,
+    ("place", "scan"), [*product([*PLACES[:3], PLACES[-1]], WAYS), *product(BALANCED, ["auto"])], ids=str
 )
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_long_documents_are_cut_and_joined(place, scan, rule):

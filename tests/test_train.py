@@ -169,10 +169,7 @@ def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strateg
     [
         ({"data": Data(path="/nowhere")}, "data.path=/nowhere does not exist"),
         ({"cluster": Cluster(kind="torchrun")}, "no ranks were started; run torchrun"),
-        (
-            {"cluster": Cluster(kind="ray", address="127.0.0.1:1")},
-            "cluster.address=127.0.0.1:1: ",
-        ),
+        ({"cluster": Cluster(kind="ray", address="127.0.0.1:1")}, "cluster.address=127.0.0.1:1: "),
         ({"cluster": Cluster(kind="ray", address="ray://127.0.0.1:1")}, "refused; is the cluster up"),
         ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),
         ({"strategy": Strategy(ring=3)}, "does not make 2 ranks; change these, or start 3\n"),

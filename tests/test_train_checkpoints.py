@@ -141,10 +141,7 @@ TEXTS = "[]", "", "{", "[" * 10**5, '{"step": 5, "model": {}, "crc32": 1}'
 @pytest.mark.parametrize(
     ("read", "message"),
     [
-        (
-            no_longer_whole,
-            "; .*".join(map(BROKEN.format, (5, 4, 3))) + "; name an older one .*run=NAME",
-        ),
+        (no_longer_whole, "; .*".join(map(BROKEN.format, (5, 4, 3))) + "; name an older one .*run=NAME"),
         *((partial(of_another_state, text), "step-00000005 cannot be read") for text in TEXTS),
         (partial(of_other_tensors, "norm.weight"), "step-00000005 cannot be read .*norm.weight"),
         (partial(of_other_tensors, "none"), "step-00000005 cannot be read .*none"),

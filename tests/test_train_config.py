@@ -74,10 +74,7 @@ FILES_OF_MINE = [
     ("optimizer: {lrr: 3}", "experiment/mine.yaml: no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
     ("seq_len: abc", "experiment/mine.yaml: seq_len: expected a whole number; Value 'abc'"),
     ("seq_len: [1", "experiment/mine.yaml, line 3: expected ',' or ']'"),
-    (
-        "defaults: [override /model: tinny]",
-        "model=tinny: choose one of block8b, ",
-    ),
+    ("defaults: [override /model: tinny]", "model=tinny: choose one of block8b, "),
     ("model: {_target_: os.system}", "experiment/mine.yaml: no key 'model._target_'"),
     ("run: '${oc.decode:${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
     ("run: '${oc.select:nothing,${oc.env:HOME}}'", "${oc.env:HOME} is refused"),

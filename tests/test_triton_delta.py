@@ -11,17 +11,7 @@ from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import recurrent
 from ringattn.kernels.linear.triton import delta
 from ringattn.kernels.linear.triton.delta_decode import decode
-from tests.test_triton_linear import (
-    DOCUMENTS,
-    MOST,
-    ON_GPU,
-    Case,
-    check,
-    distance,
-    draw,
-    some_quick,
-    truth_of,
-)
+from tests.test_triton_linear import DOCUMENTS, MOST, ON_GPU, Case, check, distance, draw, some_quick, truth_of
 
 # In the interpreter the launch for gentle chunks overflows in strong ones, which the launch for strong ones repeats.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")

@@ -285,9 +285,7 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(kernel: str
 @pytest.mark.parametrize("name", GPU_VENDORS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
-    "shape",
-    [(2, 320, 8, 2, 128, 128), (1, 200, 4, 4, 64, 64), (1, 130, 4, 1, 192, 128), (2, 1, 8, 2, 64, 64)],
-    ids=str,
+    "shape", [(2, 320, 8, 2, 128, 128), (1, 200, 4, 4, 64, 64), (1, 130, 4, 1, 192, 128), (2, 1, 8, 2, 64, 64)], ids=str
 )
 def test_gpu_vendor_equals_reference(name: str, mask: str, shape: tuple[int, ...]) -> None:
     H, G, D, V = shape[2:]

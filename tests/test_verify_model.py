@@ -109,10 +109,7 @@ def test_the_first_layer_that_differs_is_named(wrong, named, saved, capsys, monk
     ("more", "message"),
     [
         (["tokens=8"], "tokens=8, docs=0 are of a model"),
-        (
-            ["model={}", "cases=docs"],
-            "is compared in float32, with kernel=auto; leave cases=, kernel=, dtype= out",
-        ),
+        (["model={}", "cases=docs"], "is compared in float32, with kernel=auto; leave cases=, kernel=, dtype= out"),
         (["model={}", "tokens=129"], "tokens=129: the model has positions for 128; give tokens=128"),
         (["model={}", "tokens=4", "docs=5"], "docs=5 do not fit in 4 tokens"),
         (["model={dropout}", "ranks=2"], "LlamaForCausalLM has attention_dropout=0.1"),
