@@ -111,7 +111,7 @@ class SharedRecipe(Recipe):
         elif not travels:
             yield from self.step_lines(route.forward)
         else:
-            halves = kernel.load().halves is not None
+            halves = kernel.load().separable
             yield f"  first: {'dq of keys of rank r' if halves else 'no work'}{self.beside(keys=route.hops[0])}"
             yield from self.step_lines(route.backward)
             yield f"  last: {'dk and dv of ' * halves}keys of rank r{self.beside(gradients=route.home)}"
