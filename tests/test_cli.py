@@ -158,6 +158,11 @@ def test_verify_passes_on_threads_and_fails_where_all_is_refused(capsys):
     assert "0 of 3 random calls pass, 3 are refused" in capsys.readouterr().out
 
 
+def test_verify_joins_what_a_cache_gives_on_explicit_axes():
+    pytest.importorskip("jax")
+    assert words.main(["verify", "random=1", "seed=700045", "backend=jax"]) == 0
+
+
 @pytest.mark.parametrize(
     ("call", "calls", "line"),
     [
