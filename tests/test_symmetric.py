@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -284,15 +285,17 @@ def test_numbers_of_a_launch_lie_where_the_driver_says(monkeypatch):
 
     monkeypatch.setattr(copies, "driver", lambda: driver)
     about = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, num_ctas=1, shared=0)
-    kernel = SimpleNamespace(function=7, metadata=about)
+    triton = MagicMock(function=7, metadata=about)
     numbers = [1 << 40, 2 << 40, 16, 32, 3 << 40, 4 << 40, 48, 64]
-    copies.packed(kernel, 8)(5, numbers, 99)
+    copies.packed(triton, 8)(5, numbers, 99)
     ((*shape, stream, _, memory),) = launched
     assert shape == [5, 1, 1, 32 * copies.WARPS, 1, 1, 0] and stream == 99
     assert struct.unpack("<qqii8xqqii16x", memory) == (*numbers,)
-    assert copies.packed(kernel, 11) is None  # more numbers than the kernel takes
+    copies.packed(triton, 12)(5, numbers, 99)  # more numbers than the driver knows of, as an old one knows of none
     about.global_scratch_size = 8
-    assert copies.packed(kernel, 8) is None
+    copies.packed(triton, 8)(5, numbers, 99)
+    by_triton = triton.__getitem__.return_value.call_args_list
+    assert by_triton == [call((*numbers,), n, copies.WORDS, stream=99) for n in (3, 2)] and len(launched) == 1
 
 
 def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot):

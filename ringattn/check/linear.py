@@ -34,12 +34,12 @@ class Given(NamedTuple):
 class Asked(NamedTuple):
     """What a call is given beside its arrays and its plan."""
 
-    docs: Docs | None
-    scale: float | None
-    kernel: str
-    scan: str
-    check: bool | None
-    return_state: bool | str
+    docs: Docs | None = None
+    scale: float | None = None
+    kernel: str = "auto"
+    scan: str = "auto"
+    check: bool | None = None
+    return_state: bool | str = False
 
 
 def of_linear(x: Given, plan: Plan, docs: Docs | None, tokens: int) -> str | None:

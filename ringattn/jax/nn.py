@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from ringattn import api
 from ringattn.check.arguments import head_size
+from ringattn.check.linear import Asked, Given
 from ringattn.jax.attention.function import attention
 from ringattn.jax.layers import causal_convolution, positions_of, rope
 from ringattn.jax.layers import cross_entropy as cross_entropy
 from ringattn.jax.layers import token_mean as token_mean
+from ringattn.jax.linear.function import linear_attention
 from ringattn.kernels.arrays import accumulator
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.plan import Plan
@@ -123,7 +124,7 @@ class GatedDeltaNet(nnx.Module):
         q, k = (x * jax.lax.rsqrt((exact(x) ** 2).sum(-1, keepdims=True) + 1e-6).astype(x.dtype) for x in (q, k))
         g = -jax.nn.softplus(exact(self.decay(x_BTC)) + self.bias[...]) * jnp.exp(self.log_rate[...])
         beta = jax.nn.sigmoid(exact(self.beta(x_BTC)))
-        out = exact(api.linear_attention(q, k, v, g, plan, beta=beta, docs=docs, check=False))
+        out = exact(linear_attention(Given(q, k, v, g, beta), plan, Asked(docs, check=False)))
         out = out * jax.lax.rsqrt((out**2).mean(-1, keepdims=True) + 1e-6) * self.weight[...]
         out = out.astype(v.dtype).reshape(*x_BTC.shape[:2], -1)
         return self.out(out * jax.nn.silu(self.swish(x_BTC)))
