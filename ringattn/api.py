@@ -6,7 +6,7 @@ from typing import Any
 
 from ringattn.check.arguments import LINEAR, of_arguments, of_arrays, of_returned, of_unknown
 from ringattn.check.attention import of_mask, of_partials
-from ringattn.check.linear import Asked, Given
+from ringattn.check.linear import Given, Settings
 from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged
@@ -105,7 +105,7 @@ def linear_attention(
     """
     if unknown:
         refuse(of_unknown("linear_attention", unknown, LINEAR), plan)
-    x, asked = Given(q, k, v, log_decay, beta, initial_state), Asked(docs, scale, kernel, scan, check, return_state)
+    x, asked = Given(q, k, v, log_decay, beta, initial_state), Settings(docs, scale, kernel, scan, check, return_state)
     function: Any
     if is_torch(q):
         from ringattn.torch.linear.public import linear_attention as function

@@ -10,7 +10,7 @@ from test_fa4 import intervals, needs_fa4
 from torch import Tensor
 
 from ringattn.kernels.attention.libraries import launches
-from ringattn.kernels.attention.libraries.launches import Launches, Options, repeat
+from ringattn.kernels.attention.libraries.launches import Learned, Options, repeat
 from ringattn.kernels.rows import row_delta
 from tests.cases import gradients
 
@@ -110,8 +110,8 @@ def test_fa4_launched_directly_gives_what_its_interface_gives(monkeypatch, name:
 
     The interface is reached by masks that are new. Gradients are sums in an order that changes.
     """
-    fa4, launched, run = needs_fa4(), [], Launches.run
-    monkeypatch.setattr(Launches, "run", lambda self, given: launched.append(1) or run(self, given))
+    fa4, launched, run = needs_fa4(), [], Learned.run
+    monkeypatch.setattr(Learned, "run", lambda self, given: launched.append(1) or run(self, given))
     where, score = intervals(*MASKS[name], host=True), {"scale": 0.1, "softcap": softcap}
 
     def results(where: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[int, list[Tensor]]:

@@ -31,7 +31,7 @@ class Given(NamedTuple):
     initial_state: Any = None
 
 
-class Asked(NamedTuple):
+class Settings(NamedTuple):
     """What a call is given beside its arrays and its plan."""
 
     docs: Docs | None = None
@@ -86,7 +86,7 @@ def of_numbers(x: Given, first: Callable[[Any], tuple[int, ...] | None]) -> str 
     return None
 
 
-def of_asked(x: Given, plan: Plan, asked: Asked, kernels: Sequence[str]) -> str | None:
+def of_asked(x: Given, plan: Plan, asked: Settings, kernels: Sequence[str]) -> str | None:
     """The scale, the kernel and the scan, the initial state, and that all are floats."""
     others = x._asdict().items()
     return (
@@ -111,7 +111,7 @@ def of_state(x: Given, docs: Docs | None, dtype: Any) -> str | None:
     return f"initial_state is {state.dtype}; the state of {x.q.dtype} inputs is {dtype_name(dtype)}: cast it to that"
 
 
-def returned_states(x: Given, asked: Asked) -> str:
+def returned_states(x: Given, asked: Settings) -> str:
     """Which states a call returns: "" for none, one behind each of the "rows", or one behind each of the "documents".
 
     Rows of one document each have the same states either way, so no shape has two meanings.

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 
 from ringattn.check.arguments import head_size
-from ringattn.check.linear import Asked, Given
+from ringattn.check.linear import Given, Settings
 from ringattn.jax.attention.function import attention
 from ringattn.jax.layers import causal_convolution, positions_of, rope
 from ringattn.jax.layers import cross_entropy as cross_entropy
@@ -124,7 +124,7 @@ class GatedDeltaNet(nnx.Module):
         q, k = (x * jax.lax.rsqrt((exact(x) ** 2).sum(-1, keepdims=True) + 1e-6).astype(x.dtype) for x in (q, k))
         g = -jax.nn.softplus(exact(self.decay(x_BTC)) + self.bias[...]) * jnp.exp(self.log_rate[...])
         beta = jax.nn.sigmoid(exact(self.beta(x_BTC)))
-        out = exact(linear_attention(Given(q, k, v, g, beta), plan, Asked(docs, check=False)))
+        out = exact(linear_attention(Given(q, k, v, g, beta), plan, Settings(docs, check=False)))
         out = out * jax.lax.rsqrt((out**2).mean(-1, keepdims=True) + 1e-6) * self.weight[...]
         out = out.astype(v.dtype).reshape(*x_BTC.shape[:2], -1)
         return self.out(out * jax.nn.silu(self.swish(x_BTC)))

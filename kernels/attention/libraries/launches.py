@@ -31,10 +31,10 @@ class Options(dict[str, Any]):
 
     def __init__(self, options: dict[str, Any]):
         super().__init__(options)
-        self.launches: dict[Any, Launches | str] = {}
+        self.launches: dict[Any, Learned | str] = {}
 
 
-class Launches(NamedTuple):
+class Learned(NamedTuple):
     """Memory is made, and kernels get places of one list: tensors that are given, this memory, and constants."""
 
     made: list[Function]
@@ -55,7 +55,7 @@ def repeat(function: Function, options: Options, tensors: Mapping[str, Tensor | 
     given: list[Any] = list(tensors.values())
     kind = function, *numbers.values(), *[None if x is None else kind_of(x) for x in given]
     known = options.launches.get(kind)
-    if type(known) is Launches:
+    if type(known) is Learned:
         return known.run(given)
     run = partial(function, **tensors, **numbers, **options)
     with COMPILING:
@@ -71,7 +71,7 @@ def kind_of(x: Tensor) -> tuple[Any, ...]:
     return type(x), x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16 if type(x) is Tensor else None
 
 
-def learned(function: Function, run: Function, options: Options, given: Given) -> tuple[Any, Launches | str]:
+def learned(function: Function, run: Function, options: Options, given: Given) -> tuple[Any, Learned | str]:
     """The results of a call that is watched, and its launches or why it has none."""
     results = None
     try:
@@ -148,7 +148,7 @@ class Watched:
         return partial(self.watch.launch, kernel) if get_ident() == self.watch.thread else kernel
 
 
-def launches_of(watch: Watch, options: Options, given: Given, results: Sequence[Any]) -> Launches | str:
+def launches_of(watch: Watch, options: Options, given: Given, results: Sequence[Any]) -> Learned | str:
     """The launches of a call that was watched; or why later calls must not repeat them."""
     tensors, made = [x for x in given if x is not None], [x for x, _ in watch.made]
     lasting = {x.data_ptr() for x in leaves(list(options.values())) if isinstance(x, Tensor)}
@@ -174,7 +174,7 @@ def launches_of(watch: Watch, options: Options, given: Given, results: Sequence[
         return f"of unknown origin: {[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in strange]}"
     if not {*places.values()} <= {place for _, used in kernels for place in used}:
         return "no kernel gets one of the tensors: not every launch was seen"
-    return Launches([make for _, make in watch.made], constants, kernels, last)
+    return Learned([make for _, make in watch.made], constants, kernels, last)
 
 
 def is_constant(x: Any, lasting: set[int]) -> bool:

@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check.attention import of_dtypes
-from ringattn.check.linear import Asked, Given, by_document, of_asked, of_linear, of_numbers, returned_states
+from ringattn.check.linear import Given, Settings, by_document, of_asked, of_linear, of_numbers, returned_states
 from ringattn.jax.attention.function import filled, is_eager
 from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_device
 from ringattn.jax.linear.states import STATES
@@ -21,7 +21,7 @@ from ringattn.plans.plan import Plan
 KERNELS = "chunkwise", "pallas"
 
 
-def linear_attention(x: Given, plan: Plan | None, asked: Asked) -> Any:
+def linear_attention(x: Given, plan: Plan | None, asked: Settings) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t, on global arrays in the plan's order.
 
     Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are in the
@@ -47,12 +47,12 @@ def linear_attention(x: Given, plan: Plan | None, asked: Asked) -> Any:
     return (out, end) if asked.return_state else out
 
 
-def problem_of(x: Given, plan: Plan, asked: Asked, length: int) -> str | None:
+def problem_of(x: Given, plan: Plan, asked: Settings, length: int) -> str | None:
     """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
     return of_linear(x, plan, asked.docs, length) or of_dtypes(*x[:3]) or of_asked(x, plan, asked, KERNELS)
 
 
-def of_known(x: Given, plan: Plan, asked: Asked) -> str | None:
+def of_known(x: Given, plan: Plan, asked: Settings) -> str | None:
     """`of_numbers` of real tokens. Only concrete arrays can be checked."""
     docs, check = asked.docs, asked.check
     if not (plan.device == "cpu" if check is None else check):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.check.arguments import of_arguments, of_arrays, of_returned
-from ringattn.check.linear import Asked, Given, by_document, of_asked, of_linear, of_numbers, returned_states
+from ringattn.check.linear import Given, Settings, by_document, of_asked, of_linear, of_numbers, returned_states
 from ringattn.kernels import linear
 from ringattn.kernels.linear.maps import Inputs, ShapeAndDtype
 from ringattn.kernels.protocol import LinearKernel
@@ -31,7 +31,7 @@ MAX_KEPT_SHARE = 0.7  # states of up to this share of the bytes of q, k, v and t
 class LinearCall:
     """One kind of call."""
 
-    def __init__(self, x: Given, plan: Plan, asked: Asked, gradients: bool):
+    def __init__(self, x: Given, plan: Plan, asked: Settings, gradients: bool):
         self.plan, self.docs = plan, (docs := asked.docs)
         self.scale = x.q.shape[-1] ** -0.5 if asked.scale is None else asked.scale
         self.gradients = gradients
@@ -85,7 +85,7 @@ class LinearCall:
         return x if self.parts == 1 else x.unflatten(0, (self.batch, self.parts)).flatten(1, 2)
 
 
-def bind(x: Given, plan: Any, asked: Asked, gradients: bool) -> LinearCall:
+def bind(x: Given, plan: Any, asked: Settings, gradients: bool) -> LinearCall:
     """The call for these arguments. If they are wrong on one rank, all ranks raise the same error.
 
     Where `check` is requested, or left out on a CPU, the gates of every call are looked at.
@@ -114,7 +114,7 @@ def bind(x: Given, plan: Any, asked: Asked, gradients: bool) -> LinearCall:
     return call
 
 
-def bound(x: Given, plan: Plan, asked: Asked) -> LinearCall:
+def bound(x: Given, plan: Plan, asked: Settings) -> LinearCall:
     """The call of a compiled backward pass."""
     key = agree.key_of(x, "linear_attention", plan, asked)
     call = plan.calls.get(key)
@@ -124,7 +124,7 @@ def bound(x: Given, plan: Plan, asked: Asked) -> LinearCall:
     return call
 
 
-def problem(x: Given, plan: Plan | None, asked: Asked) -> str | None:
+def problem(x: Given, plan: Plan | None, asked: Settings) -> str | None:
     """The first problem with the types, shapes, dtypes and devices of a call."""
     others = x._asdict()
     q, k, v = (others.pop(name) for name in "qkv")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.check.linear import Asked, Given, returned_states
+from ringattn.check.linear import Given, Settings, returned_states
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.masks.spec import raise_if
@@ -19,7 +19,7 @@ from ringattn.torch.linear.call import bind, bound, kept_states, problem, rows, 
 TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial, Tensor? docs"  # of both ops
 
 
-def linear_attention(x: Given, plan: Plan | None, asked: Asked) -> Any:
+def linear_attention(x: Given, plan: Plan | None, asked: Settings) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
     q, k, v = autocast(*x[:3])
     x = Given(q, k, v, *x[3:])
@@ -34,7 +34,7 @@ def linear_attention(x: Given, plan: Plan | None, asked: Asked) -> Any:
     return (out, end) if asked.return_state else out
 
 
-def linear_op(x: Given, plan: Any, asked: Asked, keep: bool) -> tuple[Tensor, Tensor]:
+def linear_op(x: Given, plan: Any, asked: Settings, keep: bool) -> tuple[Tensor, Tensor]:
     """(out, end) by the op `ringattn::linear_attention`."""
     docs, scale, kernel, scan, check, _ = asked
     if check and torch.compiler.is_compiling():
@@ -60,7 +60,7 @@ def forward_op(*inputs: Any) -> tuple[Tensor, ...]:
     x = Given(*tensors)
     live = plan_of(plan, x.q.shape[1], x.q.shape[1])
     returned_as = returned if returned == "documents" else bool(returned)
-    call = bind(x, live, Asked(docs_of(docs, live.seq_len), scale, kernel, scan, look, returned_as), keep)
+    call = bind(x, live, Settings(docs_of(docs, live.seq_len), scale, kernel, scan, look, returned_as), keep)
     out, *rest = function.forward(call, x)
     if call.documents is not None:
         rest[-1] = None  # as many as there are rows, which a graph cannot know: backward finds them again
@@ -95,7 +95,7 @@ def backward_op(*inputs: Any) -> tuple[Tensor, ...]:
     *tensors, docs, start, kept, dout, dend, plan, scale, kernel, scan, returned = inputs
     x = Given(*tensors)
     live = plan_of(plan, x.q.shape[1], x.q.shape[1])
-    call = bound(x, live, Asked(docs_of(docs, live.seq_len), scale, kernel, scan, None, returned))
+    call = bound(x, live, Settings(docs_of(docs, live.seq_len), scale, kernel, scan, None, returned))
     before, every = (t if t.numel() else None for t in (start, kept))
     grads = function.backward(call, x, before, every, dout, dend)
     return tuple([start.new_empty(0) if t is None else t for t in grads])
