@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringattn.comms import memory
+
 OUT, IN = 0, 1  # the two lanes
 RELEASE = 2  # a third lane, which sets the flags that the others wait for in vain
 MIN_IN_KERNEL, MAX_IN_KERNEL = 3, 255  # so many copies over a link are one kernel,
@@ -54,6 +56,7 @@ class Lanes:
         self.handles = [stream.cuda_stream for stream in self.streams]
         self.queued: tuple[list[bytes], ...] = ([], [], [])
         self.driver = driver()
+        self.after: torch.cuda.Stream | None = None  # where a graph was launched, with which no lane had work since
 
     def now(self) -> Any:
         """The end of the work that the current stream has so far, for `start`."""
@@ -61,8 +64,26 @@ class Lanes:
 
     def start(self, since: Any) -> None:
         """Make both lanes wait for that work."""
+        ends = [since]
+        if self.after is not None and not self.capturing():
+            ends += [] if self.after == current_stream(self.device) else [self.after.record_event()]
+            self.after = None
         for stream in self.streams[:RELEASE]:
-            stream.wait_event(since)
+            for end in ends:
+                stream.wait_event(end)
+
+    def precede_graph(self) -> None:
+        """Make the current stream wait for all work of the lanes so far, and for graphs that work in their place."""
+        stream = current_stream(self.device)
+        if self.after is None:
+            self.finish().wait()
+        elif self.after != stream:
+            stream.wait_event(self.after.record_event())
+
+    def follow_graph(self, flag: int, value: int) -> None:
+        """Set the flag when the current stream comes here, and let later work of the lanes come after that."""
+        self.after = current_stream(self.device)
+        self.driver("cuStreamBatchMemOp_v2", self.after.cuda_stream, 1, signal(WRITE, flag, value), 0)
 
     def copy(self, lane: int, copy: Copy) -> None:
         if copy.rows == 1:
@@ -101,7 +122,7 @@ class Lanes:
         """Copy a contiguous tensor into one that is not."""
         self.flush(lane)
         with self.on(lane):
-            to.copy_(source)
+            memory.copy(to, source)
 
     def precede(self, lane: int) -> None:
         """Make work launched from now on wait for the lane's work so far."""

@@ -30,6 +30,33 @@ class Piece(NamedTuple):
     pitch: int = 0  # bytes from the start of a row to that of the next
 
 
+def copy(to: Tensor, source: Tensor) -> None:
+    """to.copy_(source), in elements of 16 bytes where both allow it: torch finds the place of each one by itself."""
+    if not (to.is_contiguous() and source.is_contiguous()) and in_sixteens(to) and in_sixteens(source):
+        to, source = to.view(torch.complex128), source.view(torch.complex128)
+    to.copy_(source)
+
+
+def packed(x: Tensor) -> Tensor:
+    """`x` if it is contiguous, else a contiguous copy."""
+    room = whole(x)
+    if room is not x:
+        copy(room, x)
+    return room
+
+
+def whole(x: Tensor) -> Tensor:
+    """`x` if it is contiguous, else new contiguous memory of its shape."""
+    return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def in_sixteens(x: Tensor) -> bool:
+    """Whether a tensor is also one of elements of 16 bytes."""
+    n = 16 // x.itemsize
+    apart = x.dim() > 0 and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    return apart and not any(i % n for i in (x.shape[-1], *x.stride()[:-1]))
+
+
 def weight(groups: Iterable[Sequence[Piece]]) -> int:
     return sum([piece.rows * piece.size for group in groups for piece in group])
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comms.axis import NOTHING_SHARED, Axis, ByRank, Done, Pending, Sharing, Then
+from ringattn.comms.memory import copy
 
 
 class Moves(Axis):
@@ -34,7 +35,7 @@ class Moves(Axis):
         into = [x.chunk(self.size, join) for x in results]
         pending = self.move(self.others(pieces), self.others(into), what="all_to_all")
         for places, each in zip(into, pieces, strict=True):
-            places[self.rank].copy_(each[self.rank])
+            copy(places[self.rank], each[self.rank])
         return Then(pending, lambda _: results)
 
     def all_gather(self, x: Tensor, dim: int = 0, what: str = "all_gather") -> Pending:
@@ -43,7 +44,7 @@ class Moves(Axis):
         into, mine = result.chunk(self.size, dim), [x]  # the same list for all ranks, so that it is packed once
         out = {rank: mine for rank in range(self.size) if rank != self.rank}
         pending = self.move(out, self.others([into]), what=what)
-        into[self.rank].copy_(x)
+        copy(into[self.rank], x)
         return Then(pending, lambda _: result)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ringattn.comms import messages
 from ringattn.comms.axis import Afterwards, All, ByRank, Pending, Sharing, Then
 from ringattn.comms.lost import Lost, broken, timeout_of
+from ringattn.comms.memory import copy, packed, whole
 from ringattn.comms.moves import Moves, as_stored
 
 # torch 2.13 renamed both; 2.11 knows only the old names
@@ -110,8 +111,8 @@ class ProcessGroupAxis(Moves):
         group = twins.get(way, twins.get("near", self.group))
         with beside(since):
             leaving = [(rank, x) for rank, tensors in out.items() for x in tensors]
-            packed = {id(x): x.contiguous() for _, x in leaving}  # once for all receivers
-            outgoing = [(rank, packed[id(x)]) for rank, x in leaving]
+            copies = {id(x): packed(x) for _, x in leaving}  # once for all receivers
+            outgoing = [(rank, copies[id(x)]) for rank, x in leaving]
             arriving = [(rank, x, whole(x)) for rank, tensors in into.items() for x in tensors]
             # Receives first: gloo has one connection for both directions, on which it says that it is ready to receive.
             # Behind what it sends, that would come so late that the two directions would follow each other.
@@ -199,14 +200,9 @@ class CollectiveAxis(ProcessGroupAxis):
             return messages.gather(words, self.group)
 
 
-def whole(x: Tensor) -> Tensor:
-    """`x` if it is contiguous, else new contiguous memory of its shape."""
-    return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 def unpack(to_unpack: Sequence[tuple[Tensor, Tensor]]) -> None:
     for x, arrived in to_unpack:
-        x.copy_(arrived)
+        copy(x, arrived)
 
 
 def beside(since: Any) -> AbstractContextManager[Any]:

@@ -136,15 +136,13 @@ class SymmetricAxis(Moves):
     def replaying(self, record: Record) -> Iterator[None]:
         """While a graph is launched: after all transfers so far, whatever their stream, and before all later ones."""
         self.watch.check()
-        self.lanes.finish().wait()
+        self.lanes.precede_graph()
         record.replays += 1
         self.watch.follow(record.counts, 2, record.replays, record)  # now: the body may wait for the device
         try:
             yield
         finally:
-            self.lanes.start(self.lanes.now())
-            self.lanes.set(OUT, record.address + 8, record.replays)
-            self.lanes.flush(OUT)
+            self.lanes.follow_graph(record.address + 8, record.replays)
 
     def after_sends(self) -> None:
         self.lanes.precede(OUT)
@@ -205,11 +203,11 @@ class SymmetricAxis(Moves):
 
     def packed(self, x: Tensor) -> Tensor:
         with self.lanes.on(OUT):
-            return x.contiguous()
+            return memory.packed(x)
 
     def buffer(self, x: Tensor) -> Tensor:
         with self.lanes.on(IN):
-            return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            return memory.whole(x)
 
 
 def batches_before(tensors: Sequence[Tensor]) -> int:

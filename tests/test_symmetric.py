@@ -109,6 +109,12 @@ class ThreadLanes:
     def attach(self):
         pass
 
+    def precede_graph(self):
+        self.finish().wait()
+
+    def follow_graph(self, flag, value):
+        self.set(OUT, flag, value)
+
 
 class Ends:
     def __init__(self, events):
@@ -267,6 +273,67 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
     to.zero_()
     lanes.copy_all(IN, [large[0], *copies], False)  # copy engines take the large one, a kernel all others
     assert torch.equal(to, expected) and driven == large[:1]
+
+
+def test_lanes_wait_for_a_graph_that_worked_in_their_place_once_and_it_for_them(monkeypatch):
+    """Graphs of one stream follow each other by themselves."""
+    streams, log, driven = {}, [], []
+    monkeypatch.setattr(engines, "current_stream", lambda device: streams["now"])
+    monkeypatch.setattr(Lanes, "capturing", lambda self: streams["now"] == "captures")
+
+    class Stream(str):
+        cuda_stream = 7
+
+        def record_event(self):
+            return f"end of {self}"
+
+        def wait_event(self, event):
+            log.append((self, event))
+
+    lanes = Lanes.__new__(Lanes)
+    lanes.device, lanes.after, lanes.queued = None, None, ([], [], [])
+    lanes.streams, lanes.driver = tuple(map(Stream, ("out", "in", "release"))), lambda *given: driven.append(given)
+
+    def told(stream, work, *given):
+        streams["now"] = Stream(stream)
+        log.clear()
+        work(*given)
+        return log[:]
+
+    assert told("a", lanes.precede_graph) == [("a", "end of out"), ("a", "end of in")]
+    lanes.follow_graph(64, 5)
+    assert driven == [("cuStreamBatchMemOp_v2", 7, 1, engines.signal(engines.WRITE, 64, 5), 0)]
+    assert told("a", lanes.precede_graph) == []
+    assert told("b", lanes.precede_graph) == [("b", "end of a")]
+    assert told("captures", lanes.start, "before") == [("out", "before"), ("in", "before")]
+    both = [(lane, end) for lane in ("out", "in") for end in ("before", "end of a")]
+    assert told("b", lanes.start, "before") == both
+    assert told("b", lanes.start, "before") == both[::2]
+    assert told("a", lanes.precede_graph) == [("a", "end of out"), ("a", "end of in")]
+    lanes.follow_graph(64, 6)
+    assert told("a", lanes.start, "before") == both[::2]  # which comes after the graph
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_copy_is_of_all_bits_however_tensors_lie(seed):
+    draw = random.Random(seed)
+    dtype = draw.choice([torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.complex128])
+    shape = [draw.choice([1, 2, 3, 8, 16]) for _ in range(draw.randint(1, 4))]
+
+    def made():
+        room = [n + draw.choice([0, 1, 8]) for n in shape]
+        order = draw.sample(range(len(shape)), len(shape))
+        bits = torch.randint(256, (*[room[i] for i in order], dtype.itemsize), dtype=torch.uint8)
+        x = bits.view(dtype)[..., 0].permute(*[order.index(i) for i in range(len(shape))])
+        return x[tuple(slice(r - n, None) for r, n in zip(room, shape, strict=True))]
+
+    to, source = made(), made()
+    memory.copy(to, source)
+    assert bits_of(to) == bits_of(memory.packed(source)) == bits_of(source)
+
+
+def bits_of(x):
+    return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def test_numbers_of_a_launch_lie_where_the_driver_says(monkeypatch):

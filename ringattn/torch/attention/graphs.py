@@ -1,11 +1,13 @@
 """Short calls as CUDA graphs: the host launches one graph, not some forty kernels, copies and signals one by one.
 
-A pass of a kind of call that `ringattn.plans.graphs` allows is captured in its third run. In a replay inputs are copied
-to where the graph reads them, and results out of its memory, where the next replay writes: none of it is given to users
-or to autograd. So one graph serves all layers of a model, all in flight.
+A pass of a kind of call that `ringattn.plans.graphs` allows is captured in its third run. A graph begins with copies of
+its inputs to where it reads them, and ends with copies of its results out of its memory, where the next replay writes:
+none of it is given to users or to autograd. So one graph serves all layers of a model, all in flight.
 """
 
+import ctypes
 import gc
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from ringattn.comms.engines import driver
 from ringattn.comms.watch import Record
 from ringattn.plans.plan import Plan
 from ringattn.torch.agree import Words, compare, exchanged
@@ -40,7 +43,7 @@ class Memory:
         """What is launched meanwhile becomes the graph, and what is allocated belongs to the pool."""
         if not self.graphs:  # torch ends a pool with its last graph
             self.pool = torch.cuda.graph_pool_handle()
-        graph, device, collects = torch.cuda.CUDAGraph(), self.stream.device_index, gc.isenabled()
+        graph, device, collects = torch.cuda.CUDAGraph(keep_graph=True), self.stream.device_index, gc.isenabled()
         gc.disable()  # what it frees might wait for the device
         try:
             with torch.cuda.stream(self.stream):
@@ -78,17 +81,44 @@ def room_for(x: Tensor) -> Tensor:
     return x.new_empty(0).set_(torch.UntypedStorage(like.nbytes, device=x.device), 0, like.shape, like.stride())
 
 
+class Copy:
+    """The copy of a tensor into a graph that is captured, or out of it: of another tensor in each replay."""
+
+    INTO, OUT = 48, 136  # where a CUDA_MEMCPY3D, of 200 bytes, has the address of that tensor
+
+    def __init__(self, way: int, to: Tensor, source: Tensor, stream: torch.cuda.Stream):
+        call, place, handle = driver(), ctypes.byref, stream.cuda_stream
+        self.way, self.params, self.context = way, ctypes.create_string_buffer(200), ctypes.c_uint64()
+        status, capture, graph, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
+        last = ctypes.POINTER(ctypes.c_uint64)()
+        call("cuCtxGetCurrent", place(self.context))
+        call("cuMemcpyAsync", to.data_ptr(), source.data_ptr(), to.nbytes, handle)
+        call("cuStreamGetCaptureInfo_v2", ctypes.c_uint64(handle), *map(place, (status, capture, graph, last, count)))
+        self.node = ctypes.c_uint64(last[0])  # of the stream, which is this copy
+        call("cuGraphMemcpyNodeGetParams", self.node, self.params)
+
+    def of(self, x: Tensor, graph: torch.cuda.CUDAGraph) -> None:
+        """Copy x in the replays that follow."""
+        struct.pack_into("<Q", self.params, self.way, x.data_ptr())
+        launched = ctypes.c_uint64(graph.raw_cuda_graph_exec())
+        driver()("cuGraphExecMemcpyNodeSetParams", launched, self.node, self.params, self.context)
+
+
 class Graph:
     """A captured pass of a call."""
 
     def __init__(self, run: Run, tensors: Sequence[Any], axes: Sequence[Any], memory: Memory):
-        self.axes, self.records = axes, [Record() for _ in axes]
+        self.axes, self.records, stream = axes, [Record() for _ in axes], memory.stream
         with torch.inference_mode(False), torch.no_grad(), memory.capturing() as self.graph, ExitStack() as recording:
             for axis, record in zip(axes, self.records, strict=True):
                 recording.enter_context(axis.recording(record))
-            given = [None if x is None else room_for(x) for x in tensors]
-            self.results = list(run(*given))
-        self.inputs = [x for x in given if x is not None]
+            self.inputs: list[Any] = [None if x is None else room_for(x) for x in tensors]
+            pairs = enumerate(zip(self.inputs, tensors, strict=True))
+            self.copied_in = {i: Copy(Copy.INTO, mine, x, stream) for i, (mine, x) in pairs if are_alike(mine, x)}
+            self.results = list(run(*self.inputs))
+            pairs = enumerate((None if x is None else room_for(x), x) for x in self.results)
+            self.copied_out = {i: Copy(Copy.OUT, other, x, stream) for i, (other, x) in pairs if are_alike(other, x)}
+        self.graph.instantiate()
         made = [x.data_ptr() for x in (*self.inputs, *self.results) if x is not None and x.numel()]
         segments = memory.segments()
         if not all(any(address in segment for segment in segments) for address in made):
@@ -99,9 +129,26 @@ class Graph:
         with ExitStack() as replaying:
             for axis, record in zip(self.axes, self.records, strict=True):
                 replaying.enter_context(axis.replaying(record))
-            torch._foreach_copy_(self.inputs, [x for x in tensors if x is not None])
+            given = list(tensors)  # held until the graph is launched
+            for i, (x, mine) in enumerate(zip(tensors, self.inputs, strict=True)):
+                if i in self.copied_in:
+                    given[i] = x if are_alike(x, mine) else torch.empty_like(mine).copy_(x)
+                    self.copied_in[i].of(given[i], self.graph)
+                elif x is not None:
+                    mine.copy_(x)
+            results: list[Any] = [None if x is None else torch.empty_like(x) for x in self.results]
+            for i, copy in self.copied_out.items():
+                copy.of(results[i], self.graph)
             self.graph.replay()
-            return [None if x is None else x.clone() for x in self.results]
+            for i, x in enumerate(self.results):
+                if x is not None and i not in self.copied_out:
+                    results[i].copy_(x)
+            return results
+
+
+def are_alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether bytes can be copied between two tensors of a shape and dtype, of which one is dense."""
+    return a is not None and b is not None and a.numel() > 0 and a.stride() == b.stride()
 
 
 class Graphs:
