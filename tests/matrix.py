@@ -67,6 +67,10 @@ class Cell(NamedTuple):
         return self.recomputing in ("compile", "both")
 
     @property
+    def layers(self) -> int:
+        return 1 if self.compiled else 2  # each is compiled anew
+
+    @property
     def recomputed(self) -> bool:
         return self.recomputing in ("checkpointing", "both")
 
@@ -129,7 +133,7 @@ def llama(cell: Cell) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=V, hidden_size=C, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=V, hidden_size=C, intermediate_size=48, num_hidden_layers=cell.layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=D, max_position_embeddings=T, use_cache=False,
     )  # fmt: skip
     config._attn_implementation = "eager"
@@ -163,12 +167,12 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """Embedding, two blocks, head and loss; `again` recomputes the blocks."""
+    """Embedding, blocks, head and loss; `again` recomputes the blocks."""
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, layers: int):
         super().__init__()
         self.embed, self.head = nn.Embedding(V, C), nn.Linear(C, V, bias=False)
-        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
+        self.layers = nn.ModuleList(Block(kind) for _ in range(layers))
         self.again = False
 
     def forward(self, tokens: Tensor, targets: Tensor, plan: Any, docs: Any) -> Tensor:
@@ -221,7 +225,7 @@ def alone(cell: Cell) -> Found:
     cell, given = cell._replace(precision=cell.precision.replace("mixed bf16", "bf16 weights")), batch_of(cell.batch)
     with casting(cell.precision):
         if cell.integration in BY_HAND:
-            model = made(partial(Plain, cell.integration), cell)
+            model = made(partial(Plain, cell.integration, cell.layers), cell)
             loss = model(given["input_ids"], targets_of(given), None, docs_of(cell.batch))
         else:
             model = llama(cell)
@@ -288,7 +292,7 @@ def by_hand(cell: Cell) -> Found:
     plan, docs = ra.plan(mesh, seq_len=T, strategy="ring", layout="zigzag"), docs_of(cell.batch)
     if cell.integration == "compat" and cell.batch == "packed":
         plan = plan.for_docs(docs)  # each document cut over all ranks
-    model = made(partial(Plain, cell.integration), cell)
+    model = made(partial(Plain, cell.integration, cell.layers), cell)
     model.again = cell.recomputed
     call = shielded(model, model.layers, cell, mesh["ring"])
 
@@ -499,7 +503,8 @@ def main(cells: list[Any], tensor_parallel: bool) -> None:
         found, good = result, False
         if not isinstance(result, str):
             kind = cell.integration if cell.integration in BY_HAND else "prepare"
-            own, truth = (single(kind, "", precision, "", cell.batch) for precision in (cell.precision, "float32"))
+            how = "compile" if cell.compiled else ""
+            own, truth = (single(kind, "", precision, how, cell.batch) for precision in (cell.precision, "float32"))
             errors = errors_of(cell, result, own, truth)
             good = all(error <= limit for error, limit in errors.values())
             found = "  ".join(f"{name} {error:.1e} of {limit:.1e}" for name, (error, limit) in errors.items())

@@ -226,13 +226,6 @@ def test_a_few_chunks_at_a_time(monkeypatch):
     check((2, 1, "contiguous"), "channel", None, LONG)
 
 
-@pytest.mark.slow
-def test_float32():
-    """The rule of gates, and the delta rule with a state a document."""
-    for rule in ({}, {"beta": True, "states": states_of(PACKED)}):
-        check((8, 1, "zigzag"), "channel", PACKED, dtype=torch.float32, limit=2e-6, rule=rule)
-
-
 def test_without_a_plan_as_in_torch():
     given = inputs(T, "head", torch.float32, beta=True, key_heads=1)
     given["g"][:, 30] = -torch.inf

@@ -141,11 +141,7 @@ def test_bytes_a_rank_sends_do_not_depend_on_the_length(layout, scan):
     ("ranks", "layout", "scan", "backward"),
     [
         *product([13], ("contiguous", "zigzag"), ("gather", "ring", "pipeline"), (False, True)),
-        pytest.param(256, "contiguous", "gather", False, marks=pytest.mark.slow),
-        *(
-            pytest.param(256, *way, marks=pytest.mark.slow)
-            for way in product(("contiguous", "zigzag"), ("ring", "pipeline"), (False, True))
-        ),
+        pytest.param(128, "zigzag", "pipeline", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_scan_over_many_ranks_equals_the_sequential_result(ranks, layout, scan, backward):
