@@ -14,8 +14,11 @@ import torch.distributed as dist
 PATIENCE = 600.0  # seconds
 
 
-def launched(script: Path, words: list[str], ranks: int, folder: Path, debug: bool = True) -> str:
-    """What all ranks print, with errors; an AssertionError if one of them fails. In `folder`; no GPU is seen."""
+def launched(script: Path, words: list[str], ranks: int, folder: Path, debug: bool = True, **more: Any) -> str:
+    """What all ranks print, with errors; an AssertionError if one of them fails. In `folder`; no GPU is seen.
+
+    `more` are further variables of the environment, or other values.
+    """
     # as torchrun's agent does, this process serves the store
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
     context, output = multiprocessing.get_context("forkserver"), folder / "output.txt"
@@ -23,7 +26,7 @@ def launched(script: Path, words: list[str], ranks: int, folder: Path, debug: bo
     for rank in range(ranks):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
-                       "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": 1}  # fmt: skip
+                       "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": 1, **more}  # fmt: skip
         given = (str(script), words, {name: str(value) for name, value in environment.items()}, str(output), debug)
         processes.append(context.Process(target=as_rank, args=given, daemon=True))
         processes[-1].start()

@@ -109,9 +109,7 @@ def test_a_wrong_word_or_file_is_one_sentence_before_anything_is_done(argv, outp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "argv", [("inference", "chunk=32"), ("ring",), ("ring", "rule=gated", "scan=ring")], ids=" ".join
-)
+@pytest.mark.parametrize("argv", [("inference", "chunk=32"), ("ring", "rule=gated", "scan=ring")], ids=" ".join)
 def test_a_benchmark_prints_each_row_as_it_comes(argv):
     small = ("heads=4", "kv_heads=2", "device=cpu", "tokens=64", "ranks=2", "repeats=1")
     ended = start(sys.executable, "-m", "ringattn", "bench", *argv, *small)

@@ -65,7 +65,12 @@ WAYS = {
     "grad": (lambda f: torch.func.grad(squared(f))(X), VMAP),
     "jacobian": (lambda f: twice.jacobian(lambda x: f(x).flatten()[:2], X, vectorize=True), VMAP),
 }
-REFUSED = [(function, way, f"{name}-{way}") for name, function in FUNCTIONS.items() for way in WAYS]
+REFUSED = [
+    (function, way, f"{name}-{way}")
+    for name, function in FUNCTIONS.items()
+    for way in WAYS
+    if (name, way) != ("sinks", "compiled")  # the op of attention, which takes long
+]
 REFUSED += [(beside_a_cache(name), way, f"{name}-{way}") for name in ("prefill", "decode") for way in ("jvp", "dual")]
 
 

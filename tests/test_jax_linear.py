@@ -89,10 +89,9 @@ def test_states_are_gathered_where_they_pass_devices_in_another_order(monkeypatc
         check((4, 1, "halves"), "head", PACKED, scan="ring")
 
 
-@pytest.mark.parametrize(
-    ("place", "gate", "lengths", "tokens", "scan"), [CASES[2], pytest.param(*CASES[8], marks=pytest.mark.slow)]
-)
-def test_the_delta_rule_equals_the_recurrence(place, gate, lengths, tokens, scan):
+def test_the_delta_rule_equals_the_recurrence():
+    """From a state a row; from one a document, and by a pipeline, below."""
+    place, gate, lengths, tokens, scan = CASES[2]
     check(place, gate, lengths, tokens, scan=scan, rule={"beta": True, "key_heads": 1})
 
 

@@ -73,9 +73,9 @@ def test_gates_near_one_and_near_zero_lose_no_precision(gate, deep, rule):
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_steps():
+def test_twenty_thousand_steps():
     """Gates near 0 and near 1, and strong ones among weak ones: float32 against float64, forward and backward."""
-    steps, kinds = 100_000, 4
+    steps, kinds = 20_000, 4
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, steps, kinds, 2, generator=generator, dtype=torch.float64) for _ in range(4))
     noise = torch.rand(1, steps, kinds, generator=generator, dtype=torch.float64)

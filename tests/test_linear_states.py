@@ -192,7 +192,7 @@ def test_rows_hold_at_most_twice_the_tokens_and_two_chunks_a_document(tokens, le
     [
         ((2, 1, "zigzag"), "channel", PACKED, {"states": B}),
         ((1, 1, "auto"), "head", ((9, 0, 31),), {}),
-        *(((1, 1, "auto"), "head", ((100, 9, 12),), rule) for rule in RULES),  # of several rows: by maps
+        *(((1, 1, "auto"), "head", ((70, 9, 12),), rule) for rule in RULES),  # of several rows: by maps
     ],
     ids=str,
 )

@@ -75,7 +75,7 @@ def ends_and_begins(folder: str, detail: bool) -> list[tuple[int, int]]:
     """Threads and open files after each of some lives of the process group."""
     dist.set_debug_level(dist.DebugLevel.DETAIL if detail else dist.DebugLevel.OFF)
     rank, results = dist.get_rank(), []
-    for life in range(6):
+    for life in range(4):
         mesh = ra.init_mesh(sequence=2, device_type="cpu") if life % 2 else ra.init_mesh(ring=2, device_type="cpu")
         step(ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=32), None)
         dist.destroy_process_group()

@@ -143,8 +143,8 @@ def test_halves_of_a_block_of_queries_meet_all_of_its_keys():
 def test_a_tile_on_the_diagonal_leaves_out_keys_that_no_query_sees(block, function):
     """Blocks of 512 and 1024: forward in halves, backward in quarters; off the diagonal all pieces run."""
     rng, T, S = np.random.default_rng(4), 1024, 2048
-    q, k, v = (normal(rng, 1, n, h, 64) for n, h in ((T, 2), (S, 1), (S, 1)))
-    dout, delta = normal(rng, 1, T, 2, 64), normal(rng, 1, T, 2)
+    q, k, v = (normal(rng, 1, n, 1, 64) for n in (T, S, S))
+    dout, delta = normal(rng, 1, T, 1, 64), normal(rng, 1, T, 1)
     is_forward, how = function is splash.attend, {"blocks": Blocks(block, block, 2**26), "interpret": True}
     expected_by = reference.attend if is_forward else reference.attend_backward
     ours, theirs = (

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.
 
 from ringattn.launch.train import checkpoint, metrics
 from ringattn.launch.train.start import main
+from tests.launched import launched
 
 ROOT = Path(__file__).parent.parent
 WORDS = ("experiment=smoke", "model.dim=16", "model.hidden=16", "model.layers=1", "seq_len=64", "data=files",
@@ -151,19 +151,9 @@ def test_a_wrong_call_under_torchrun_is_reported_once(tmp_path):
     assert "Traceback" not in output.split("ChildFailedError")[0].split("torch/distributed")[0]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def test_two_nodes_of_torchrun_train_as_one(tmp_path, undisturbed):
-    """One rank each, a shared folder, one rendezvous."""
-    words = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two", "--rdzv-backend=c10d", "--local-addr=127.0.0.1",
-             f"--rdzv-endpoint=127.0.0.1:{free_port()}")  # fmt: skip
-    train = ("-m", "ringattn.launch.train", *WORDS, "cluster=torchrun", f"folder={tmp_path}")
-    agent = (sys.executable, "-m", "torch.distributed.run", *words)
-    nodes = [begin(*agent, f"--rdzv-conf=is_host={node == 0}", *train) for node in range(2)]
-    output = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], output
+    """One rank each, a shared folder, one rendezvous, whose name the run has."""
+    words = [*WORDS, "cluster=torchrun", f"folder={tmp_path}"]
+    of_a_node = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": "two"}
+    launched(ROOT / "launch" / "train" / "__main__.py", words, 2, tmp_path, debug=False, **of_a_node)
     assert losses(tmp_path / "two") == undisturbed

@@ -174,7 +174,6 @@ def test_a_call_without_a_plan_is_exported(function, strict):
     [
         Docs.from_lengths,
         pytest.param(lambda n: Docs.from_cu_seqlens(np.cumsum([0, *n])), marks=pytest.mark.slow),
-        pytest.param(lambda n: Docs(np.cumsum([[0, *n]], 1), 8), marks=pytest.mark.slow),
     ],
 )
 def test_documents_may_be_made_in_a_compiled_function(make):
