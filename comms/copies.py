@@ -5,7 +5,7 @@ Beside another kernel each of the driver's copies within a GPU also waits for mu
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -42,10 +42,8 @@ def copy_kernel(copies, N: tl.constexpr, WORDS: tl.constexpr):
         first = end
 
 
-def copy_all(
-    copies: Sequence[tuple[int, int, int]], device: torch.device, programs: int, stream: torch.cuda.Stream | None = None
-) -> None:
-    """Launch copies (to, source, bytes) on a stream, or on the current one, with so many programs at most.
+def launches(copies: Sequence[tuple[int, int, int]], programs: int) -> Iterator[tuple[int, list[int]]]:
+    """The launches of copies (to, source, bytes): of each how many programs it has, up to those given, and its numbers.
 
     The compiler sees of each copy the same: 16 divides its numbers.
     """
@@ -56,15 +54,20 @@ def copy_all(
         for to, source, size in some:
             end += -(-size // (8 * WORDS))
             numbers += [to, source, size, 16 * end]
-        numbers += numbers[-4:] * (count - len(some))  # with no chunks
-        grid, launch = min(end, programs), COMPILED.get((device, count))
-        if launch is not None and stream is not None and torch.cuda.current_device() == device.index:
-            launch(grid, numbers, stream.cuda_stream)
-            continue
-        with torch.cuda.stream(stream):  # None leaves the current one
-            kernel = copy_kernel[grid, 1, 1](tuple(numbers), count, WORDS, num_warps=WARPS)
-        if kernel is not None:  # as in Triton's interpreter
-            COMPILED[device, count] = packed(kernel, 4 * count)
+        yield min(end, programs), numbers + numbers[-4:] * (count - len(some))  # with no chunks
+
+
+def launch(programs: int, numbers: Sequence[int], device: torch.device, stream: torch.cuda.Stream | None) -> None:
+    """Launch copies on a stream, or on the current one."""
+    count = len(numbers) // 4
+    compiled = COMPILED.get((device, count))
+    if compiled is not None and stream is not None and torch.cuda.current_device() == device.index:
+        compiled(programs, numbers, stream.cuda_stream)
+        return
+    with torch.cuda.stream(stream):  # None leaves the current one
+        kernel = copy_kernel[programs, 1, 1](tuple(numbers), count, WORDS, num_warps=WARPS)
+    if kernel is not None:  # as in Triton's interpreter
+        COMPILED[device, count] = packed(kernel, 4 * count)
 
 
 def packed(kernel: Any, count: int) -> Launch:

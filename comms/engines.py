@@ -12,9 +12,6 @@ from ringattn.comms import memory
 
 OUT, IN = 0, 1  # the two lanes
 RELEASE = 2  # a third lane, which sets the flags that the others wait for in vain
-MIN_IN_KERNEL, MAX_IN_KERNEL = 3, 255  # so many copies over a link are one kernel,
-MAX_AVERAGE = 8 * 2**20  # if they have fewer bytes than this on average
-PROGRAMS = {OUT: 96, IN: 32}  # of the kernel, at most: as fast as more, and they leave multiprocessors to others
 
 
 class Copy(NamedTuple):
@@ -28,33 +25,13 @@ class Copy(NamedTuple):
     source_pitch: int = 0
 
 
-def are_one(lane: int, copies: Sequence[Copy], persistent: bool) -> bool:
-    """Whether one kernel makes these copies. `persistent`: other work fills the multiprocessors.
-
-    Over a link copy engines take no multiprocessor, but start each copy slowly. Within a GPU the driver's copies need
-    multiprocessors too, and get them after a kernel that runs already, even if its blocks come and go.
-    """
-    count = total = bits = 0
-    for to, source, size, rows, to_pitch, source_pitch in copies:
-        count, total, bits = count + rows, total + rows * size, bits | to | source | size | to_pitch | source_pitch
-    if bits % 16 or not 0 < count <= MAX_IN_KERNEL:
-        return False
-    small = count >= MIN_IN_KERNEL and total < MAX_AVERAGE * count
-    return small or not persistent if lane == OUT else small and not persistent
-
-
 class Lanes:
-    """Queues of copies and signals, each in order: streams, and the driver's copies and memory operations.
-
-    Consecutive signals are queued and go to the driver in one call. Before a lane waits, the signals of the other one
-    are flushed, so no order of the calls can deadlock, even if the GPU runs both streams as one queue.
-    """
+    """Queues of copies and signals, each in order: streams, and the driver's copies and memory operations."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.streams = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(3))
         self.handles = [stream.cuda_stream for stream in self.streams]
-        self.queued: tuple[list[bytes], ...] = ([], [], [])
         self.driver = driver()
         self.after: torch.cuda.Stream | None = None  # where a graph was launched, with which no lane had work since
 
@@ -83,7 +60,7 @@ class Lanes:
     def follow_graph(self, flag: int, value: int) -> None:
         """Set the flag when the current stream comes here, and let later work of the lanes come after that."""
         self.after = current_stream(self.device)
-        self.driver("cuStreamBatchMemOp_v2", self.after.cuda_stream, 1, signal(WRITE, flag, value), 0)
+        self.driver("cuStreamBatchMemOp_v2", self.after.cuda_stream, 1, signal(Signal.WRITE, flag, value), 0)
 
     def copy(self, lane: int, copy: Copy) -> None:
         if copy.rows == 1:
@@ -91,55 +68,26 @@ class Lanes:
         else:
             self.driver("cuMemcpy2DAsync_v2", strided_copy(copy), self.handles[lane])
 
-    def copy_all(self, lane: int, copies: Sequence[Copy], persistent: bool) -> None:
-        """Copies in any order. `persistent`: other work fills the GPU, for which a kernel would wait."""
-        if copies:
-            self.flush(lane)
-        large = [copy for copy in copies if copy.size * copy.rows >= MAX_AVERAGE] if lane == IN else []
-        small = [copy for copy in copies if copy.size * copy.rows < MAX_AVERAGE] if large else copies
-        one = are_one(lane, small, persistent)
-        for copy in large if one else copies:
-            self.copy(lane, copy)
-        if one:
-            from ringattn.comms.copies import copy_all  # triton is part of torch for GPUs
-
-            rows = [(to + i * to_pitch, source + i * source_pitch, size)
-                    for to, source, size, count, to_pitch, source_pitch in small for i in range(count)]  # fmt: skip
-            copy_all(rows, self.device, PROGRAMS[lane], self.streams[lane])
-
-    def wait(self, lane: int, flag: int) -> None:
-        """Wait until the flag at this address is 1, then set it to 0."""
-        if self.queued[1 - lane]:
-            self.flush(1 - lane)
-        self.queued[lane].extend((signal(WAIT, flag, 1, UNTIL_EQUAL), signal(WRITE, flag, 0)))
+    def signal_all(self, lane: int, signals: Any, count: int) -> None:
+        """Signals that lie one behind the other in memory."""
+        for first in range(0, count, Signal.MOST):
+            some = signals if count <= Signal.MOST else signals[Signal.SIZE * first :][: Signal.SIZE * Signal.MOST]
+            self.driver("cuStreamBatchMemOp_v2", self.handles[lane], min(Signal.MOST, count - first), some, 0)
 
     def set(self, lane: int, flag: int, value: int = 1) -> None:
-        self.queued[lane].append(signal(WRITE, flag, value))
-        if lane == RELEASE:
-            self.flush(RELEASE)
+        self.signal_all(lane, signal(Signal.WRITE, flag, value), 1)
 
     def fill(self, lane: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a contiguous tensor into one that is not."""
-        self.flush(lane)
         with self.on(lane):
             memory.copy(to, source)
 
     def precede(self, lane: int) -> None:
         """Make work launched from now on wait for the lane's work so far."""
-        self.flush(lane)
         current_stream(self.device).wait_event(self.streams[lane].record_event())
-
-    def flush(self, lane: int) -> None:
-        queued = self.queued[lane]
-        for i in range(0, len(queued), SIGNALS_A_CALL):
-            signals = queued[i : i + SIGNALS_A_CALL]
-            self.driver("cuStreamBatchMemOp_v2", self.handles[lane], len(signals), b"".join(signals), 0)
-        queued.clear()
 
     def finish(self) -> "Events":
         """The end of all work of both lanes so far."""
-        for lane in (OUT, IN):
-            self.flush(lane)
         return Events([stream.record_event() for stream in self.streams[:RELEASE]], self.device)
 
     def on(self, lane: int) -> Any:
@@ -155,15 +103,18 @@ class Lanes:
         self.streams[RELEASE].query()  # the first call of a thread attaches the device's context
 
 
-WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32
-UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
-SIGNALS_A_CALL = 255  # the most memory operations in one call
+class Signal:
+    """What the driver calls memory operations: CUstreamBatchMemOpParams."""
+
+    WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32
+    UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+    SIZE, ADDRESS = 48, 8  # bytes of one, and the place of its address, which its number follows
+    MOST = 255  # in one call
 
 
 @lru_cache(maxsize=4096)
-def signal(kind: int, address: int, value: int, flags: int = 0) -> bytes:
-    """A CUstreamBatchMemOpParams: 48 bytes."""
-    return struct.pack("<IIQQIIQQ", kind, 0, address, value, flags, 0, 0, 0)
+def signal(kind: int, address: int, number: int, flags: int = 0) -> bytes:
+    return struct.pack("<IIQQIIQQ", kind, 0, address, number, flags, 0, 0, 0)
 
 
 UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver finds out where the address lies

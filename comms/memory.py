@@ -4,19 +4,19 @@ Sender and receiver cut the same bytes at the same places. Within a batch each s
 allows: runs of the same size at the same distance become the rows of one piece.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Slices
+from ringattn.comms.axis import ByRank, Slices
 
 SLOT = 16 * 2**20  # bytes
-STRIDE = 2**48  # bytes from tensor to tensor in a layout: more than any has
 LARGEST_PITCH = 2**31 - 1  # bytes: the driver's limit for the distance between rows of one copy
 MAX_RUNS = 8  # a tensor of more runs is packed first, which takes the host less time than so many copies
+
+STRIDE = 2**56  # bytes from tensor to tensor where tensors have numbers, not addresses: more than any address
 
 Run = tuple[int, int, int]  # address, bytes, and the allocation it lies in
 
@@ -57,35 +57,68 @@ def in_sixteens(x: Tensor) -> bool:
     return apart and not any(i % n for i in (x.shape[-1], *x.stride()[:-1]))
 
 
+class Part(NamedTuple):
+    """What one rank sends to another one: tensors by number, or slices of them."""
+
+    rank: int
+    which: int  # the same for all ranks that get the same
+    tensors: tuple[int, ...]
+    places: tuple[range, ...] | None  # of the slices
+    first: int  # the number of its first batch, among those that its rank shares
+
+
+class Kind(NamedTuple):
+    """All of an exchange but addresses. Tensor number i is taken to lie at (i + 1) * STRIDE."""
+
+    shared: bool
+    persistent: bool
+    out: tuple[Part, ...]
+    into: tuple[Part, ...]
+    tensors: tuple[tuple[Any, ...], ...]  # dtype, shape, stride, and by how much an address is above a multiple of 16
+
+    def batches(self, part: Part) -> list[list[Piece]]:
+        runs: list[Run] = []
+        for i in part.tensors:
+            dtype, shape, stride, above = self.tensors[i]
+            whole = torch.empty_strided(shape, stride, dtype=dtype, device="meta")  # at address 0
+            slices = [whole] if part.places is None else Slices([whole], part.places)
+            runs += [((i + 1) * STRIDE + above + at, size, i) for at, size, _ in joined(slices)]
+        return list(batches(runs))
+
+
+def described(
+    shared: bool, persistent: bool, out: ByRank, into: ByRank, firsts: Mapping[int, int]
+) -> tuple[Kind, list[int]]:
+    """The kind of an exchange, and where its tensors lie, as multiples of 16."""
+    tensors: dict[int, tuple[int, Tensor]] = {}  # by identity, in order
+    objects: dict[int, int] = {}
+
+    def part(rank: int, each: Sequence[Tensor], first: int) -> Part:
+        some, places = (each.tensors, each.places) if isinstance(each, Slices) else (each, None)
+        numbers = [tensors.setdefault(id(x), (len(tensors), x))[0] for x in some]
+        return Part(rank, objects.setdefault(id(each), len(objects)), tuple(numbers), places, first)
+
+    leaving = tuple([part(rank, each, 0) for rank, each in out.items()])
+    arriving = tuple([part(rank, each, firsts[rank]) for rank, each in into.items()])
+    found = [(x, x.data_ptr()) for _, x in tensors.values()]
+    kinds = tuple([(x.dtype, x.shape, x.stride(), address % 16) for x, address in found])
+    return Kind(shared, persistent, leaving, arriving, kinds), [address // 16 * 16 for _, address in found]
+
+
+def are_scattered(each: Sequence[Tensor]) -> bool:
+    """Whether one of these tensors has so many runs that it is packed first."""
+    whole = each.tensors if isinstance(each, Slices) and all([r.step == 1 for r in each.places]) else ()
+    if whole and all([x.is_contiguous() and x.shape[0] <= MAX_RUNS for x in whole]):
+        return False  # without a look at every slice
+    return any([count_runs(x) > MAX_RUNS for x in each])
+
+
 def weight(groups: Iterable[Sequence[Piece]]) -> int:
     return sum([piece.rows * piece.size for group in groups for piece in group])
 
 
 def count_runs(x: Tensor) -> int:
     return 1 if x.is_contiguous() else len(x) * count_runs(x[0])
-
-
-def located(slices: Slices) -> list[list[Piece]] | None:
-    """The pieces of slices in batches, or None if a slice has too many runs. Cached for tensors of the same shape."""
-    layout = layout_of(tuple([(x.dtype, x.shape, x.stride()) for x in slices.tensors]), slices.places, SLOT)
-    if layout is None:
-        return None
-    starts = [x.data_ptr() for x in slices.tensors]
-    return [[Piece(starts[i] + at, size, rows, pitch) for i, at, size, rows, pitch in batch] for batch in layout]
-
-
-@lru_cache(maxsize=1024)
-def layout_of(
-    kinds: tuple[Any, ...], places: tuple[range, ...], slot: int
-) -> list[list[tuple[int, int, int, int, int]]] | None:
-    """The batches of slices of such tensors; each piece is (tensor, offset in bytes, size, rows, pitch)."""
-    runs: list[Run] = []
-    for i, (dtype, shape, stride) in enumerate(kinds):
-        slices = Slices([torch.empty_strided(shape, stride, dtype=dtype, device="meta")], places)
-        if any(count_runs(x) > MAX_RUNS for x in slices):
-            return None
-        runs += [(i * STRIDE + at, size, i) for at, size, _ in joined(slices)]  # the address of a meta tensor is 0
-    return [[(*divmod(at, STRIDE), size, rows, pitch) for at, size, rows, pitch in batch] for batch in batches(runs)]
 
 
 def batches(runs: Iterable[Run]) -> Iterator[list[Piece]]:

@@ -11,16 +11,18 @@ graph can be replayed. Both sides count their batches, so both know which slot i
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ringattn.comms import memory
-from ringattn.comms.engines import IN, OUT, Copy, Lanes
-from ringattn.comms.memory import Piece
+from ringattn.comms.engines import IN, OUT, Copy
+from ringattn.comms.memory import Kind, Part, Piece, weight
+from ringattn.comms.script import Script
 
 SLOTS = 12  # for all other ranks together, but at least two for each
 SHARED = 8  # slots for tensors with several readers
+MAX_SCRIPTS = 256  # that are cached
 HEAD = 8192  # bytes for the flags: up to 102 ranks
 
 
@@ -57,7 +59,6 @@ def slots_of(size: int) -> int:
     return max(2, SLOTS // max(1, size - 1))
 
 
-Expect = Callable[[int, int], None]  # notes that a lane waits for a peer: `Watch.expect`
 Batches = Sequence[Sequence[Piece]]
 Arrival = tuple[int, Batches, int | None]  # a rank, batches of it, and the number of the first one if it shares them
 
@@ -72,29 +73,102 @@ class Put(NamedTuple):
 
 
 class Peers:
-    """Both sides of the protocol, and how many batches this rank has sent to and received from each other rank."""
+    """Both sides of the protocol: writes scripts, and counts batches sent to and received from each other rank."""
 
-    def __init__(self, lanes: Lanes, outbox: Outbox):
-        self.lanes, self.outbox, self.rank = lanes, outbox, outbox.rank
-        self.size = len(outbox.bases)
+    def __init__(self, outbox: Outbox):
+        self.outbox, self.rank, self.size = outbox, outbox.rank, len(outbox.bases)
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
+        self.written = lru_cache(maxsize=MAX_SCRIPTS)(self.write)
 
-    def send(self, batches: Iterable[tuple[int, Batches]], expect: Expect, persistent: bool) -> None:
-        """Send batches to ranks, to each no more than it has slots."""
+    def next_scripts(self, kind: Kind) -> tuple[Script, ...]:
+        """The scripts of an exchange, whose batches count as sent and received from now on."""
+        private, slots = self.outbox.private, list[int]()
+        if not kind.shared:
+            slots += [self.sent[part.rank] % private for part in kind.out]
+            slots += [self.received[part.rank] % private for part in kind.into]
+        scripts = self.written(kind, *slots)
+        for script in scripts:
+            self.sent.update(script.sent)
+            self.received.update(script.received)
+        return scripts
+
+    def write(self, kind: Kind, *slots: int) -> tuple[Script, ...]:
+        """The scripts of an exchange; `slots`: the next ones of a move to each rank, and then from each."""
+        cut = {part: kind.batches(part) for part in (*kind.out, *kind.into)}
+        if kind.shared:
+            return self.write_shared(kind, cut)
+        sends, receives = ({part.rank: cut[part] for part in side} for side in (kind.out, kind.into))
+        return (self.write_move(sends, receives, kind.persistent, slots),)
+
+    def write_move(
+        self, sends: Mapping[int, Batches], receives: Mapping[int, Batches], persistent: bool, slots: Sequence[int]
+    ) -> Script:
+        """Each rank first sends all that there are slots for. Work after the move waits for that, and for no more."""
+        script, private, n = Script(), self.outbox.private, self.outbox.wave[1]
+        n_sent = len(sends)
+        to, source = dict(zip(sends, slots[:n_sent], strict=True)), dict(zip(receives, slots[n_sent:], strict=True))
+        steps = sorted({(r - self.rank) % self.size for r in sends} | {(self.rank - r) % self.size for r in receives})
+        pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
+        self.send(script, to, [(there, sends[there][:private]) for there, _ in pairs if there in sends], persistent)
+        script.precede(OUT)
+        for i in range(0, max(map(len, (*sends.values(), *receives.values()))), n):  # the same order on every rank
+            arrivals = [(r, receives[r][i : i + n], None) for _, r in pairs if i < len(receives.get(r, ()))]
+            self.receive(script, source, arrivals, persistent)
+            later = [(r, sends[r][private + i :][:n]) for r, _ in pairs if private + i < len(sends.get(r, ()))]
+            self.send(script, to, later, persistent)
+        script.sent.update({r: len(each) for r, each in sends.items()})
+        script.received.update({r: len(each) for r, each in receives.items()})
+        script.bytes = sum(map(weight, sends.values()))
+        return script.ended()
+
+    def write_shared(self, kind: Kind, cut: Mapping[Part, Batches]) -> tuple[Script, ...]:
+        """Put as many batches as there are shared slots, then fetch those of other ranks, and put the later ones.
+
+        Two scripts, if persistent work comes between; else one.
+        """
+        put, n = Script(), self.outbox.wave[0]
+        fetch = Script() if kind.persistent else put
+        readers: dict[int, list[int]] = {}  # by what they read
+        for part in kind.out:
+            readers.setdefault(part.which, []).append(part.rank)
+        leaving = {part.which: cut[part] for part in kind.out}
+        shared = [(pieces, readers[which]) for which, each in leaving.items() for pieces in each]
+        nearest_first = sorted(kind.into, key=lambda part: (self.rank - part.rank) % self.size)
+        if shared:
+            self.put_shared(put, 0, shared[:SHARED], kind.persistent)
+        if kind.persistent and kind.out:
+            put.precede(OUT)
+        later, ends = shared[SHARED:], [part.first + len(cut[part]) for part in kind.into]
+        for i in range(0, max(len(later), 0, *ends), n):
+            arrivals = []
+            for part in nearest_first:
+                first, end = max(i, part.first), min(i + n, part.first + len(cut[part]))
+                if first < end:
+                    arrivals.append((part.rank, cut[part][first - part.first : end - part.first], first))
+            self.receive(fetch, {}, arrivals, kind.persistent)
+            if i < len(later):
+                self.put_shared(fetch, SHARED + i, later[i : i + n], kind.persistent)
+        fetch.bytes = sum([weight([pieces]) * len(ranks) for pieces, ranks in shared])
+        return (put.ended(), fetch.ended()) if kind.persistent else (put.ended(),)
+
+    def send(
+        self, script: Script, slots: dict[int, int], batches: Iterable[tuple[int, Batches]], persistent: bool
+    ) -> None:
+        """Send batches to ranks, to each no more than it has slots; `slots`: the next ones."""
         puts = []
         for peer, sent in batches:
             for pieces in sent:
-                slot = SHARED + self.sent[peer] % self.outbox.private
-                self.sent[peer] += 1
-                self.lanes.wait(OUT, self.outbox.free(self.rank, peer, slot))
+                slot = SHARED + slots[peer] % self.outbox.private
+                slots[peer] += 1
+                script.wait(OUT, self.outbox.free(self.rank, peer, slot))
                 puts.append(Put(self.outbox.slot(self.rank, peer, slot), pieces, (peer,), slot))
-            expect(OUT, peer)
+            script.expect(OUT, peer)
         if puts:
-            self.put(puts, persistent)
+            self.put(script, puts, persistent)
 
     def put_shared(
-        self, first: int, batches: Iterable[tuple[Sequence[Piece], Sequence[int]]], expect: Expect, persistent: bool
+        self, script: Script, first: int, batches: Iterable[tuple[Sequence[Piece], Sequence[int]]], persistent: bool
     ) -> None:
         """Put batches, each with its readers, into shared slots, from slot `first` on.
 
@@ -104,21 +178,21 @@ class Peers:
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             for slot, _, readers in slots:
-                self.lanes.wait(OUT, self.outbox.free(self.rank, peer, slot))
+                script.wait(OUT, self.outbox.free(self.rank, peer, slot))
                 if peer not in readers:
-                    self.lanes.set(OUT, self.outbox.free(self.rank, peer, slot))
-            expect(OUT, peer)
-        self.put([Put(self.outbox.slot(self.rank, self.rank, slot), pieces, readers, slot)
-                  for slot, pieces, readers in slots], persistent)  # fmt: skip
+                    script.set(OUT, self.outbox.free(self.rank, peer, slot))
+            script.expect(OUT, peer)
+        self.put(script, [Put(self.outbox.slot(self.rank, self.rank, slot), pieces, readers, slot)
+                          for slot, pieces, readers in slots], persistent)  # fmt: skip
 
-    def put(self, puts: Sequence[Put], persistent: bool) -> None:
+    def put(self, script: Script, puts: Sequence[Put], persistent: bool) -> None:
         """All copies first, then all signals: a signal between two copies would take longer than a copy."""
-        self.lanes.copy_all(OUT, [copy for put in puts for copy in copies_of(put.to, put.pieces)], persistent)
+        script.copy_all(OUT, [copy for put in puts for copy in copies_of(put.to, put.pieces)], persistent)
         for put in puts:
             for peer in put.readers:
-                self.lanes.set(OUT, self.outbox.full(peer, self.rank, put.slot))
+                script.set(OUT, self.outbox.full(peer, self.rank, put.slot))
 
-    def receive(self, batches: Iterable[Arrival], expect: Expect, persistent: bool) -> None:
+    def receive(self, script: Script, slots: dict[int, int], batches: Iterable[Arrival], persistent: bool) -> None:
         """Receive batches: all waits, all copies, all signals. `persistent`: other work fills the GPU.
 
         Each rank sends its batches of one wave before it waits for those of others, so this cannot deadlock.
@@ -126,14 +200,15 @@ class Peers:
         taken = []
         for peer, some, number in batches:
             for i, pieces in enumerate(some):
-                slot = SHARED + self.received[peer] % self.outbox.private if number is None else (number + i) % SHARED
-                self.received[peer] += number is None
-                self.lanes.wait(IN, self.outbox.full(self.rank, peer, slot))
+                slot = SHARED + slots[peer] % self.outbox.private if number is None else (number + i) % SHARED
+                if number is None:
+                    slots[peer] += 1
+                script.wait(IN, self.outbox.full(self.rank, peer, slot))
                 taken.append((peer, slot, copies_of(self.outbox.slot(peer, self.rank, slot), pieces, back=True)))
-            expect(IN, peer)  # after its waits, so that the peer is named for which a lane really waits
-        self.lanes.copy_all(IN, [copy for _, _, copies in taken for copy in copies], persistent)
+            script.expect(IN, peer)  # after its waits, so that the peer is named for which a lane really waits
+        script.copy_all(IN, [copy for _, _, copies in taken for copy in copies], persistent)
         for peer, slot, _ in taken:
-            self.lanes.set(IN, self.outbox.free(peer, self.rank, slot))
+            script.set(IN, self.outbox.free(peer, self.rank, slot))
 
 
 def copies_of(slot: int, pieces: Iterable[Piece], back: bool = False) -> list[Copy]:

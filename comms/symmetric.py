@@ -13,10 +13,10 @@ kernel has ended; and so are several small copies over links, from all ranks at 
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -26,21 +26,15 @@ from torch import Tensor
 from ringattn.comms import memory, messages
 from ringattn.comms.axis import NOTHING_SHARED, Afterwards, Axis, ByRank, Done, Pending, Sharing, Slices
 from ringattn.comms.engines import IN, OUT, Copy, Events, Lanes
-from ringattn.comms.memory import MAX_RUNS, Piece, batches, count_runs, joined, located, weight
+from ringattn.comms.memory import MAX_RUNS, count_runs
 from ringattn.comms.moves import Moves
-from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
+from ringattn.comms.outbox import HEAD, Outbox, Peers
 from ringattn.comms.process_group import alive, hosts_of
+from ringattn.comms.script import Script
 from ringattn.comms.watch import Record, Watch
 
 OUTBOXES: list[Any] = []  # outboxes, which live as long as the process, because other processes map them
 CONNECTED: Any = WeakKeyDictionary()  # connections by the group of all ranks, then by the ranks of a group
-
-
-class Batched(NamedTuple):
-    """The pieces of some tensors in batches; `packed` lists the tensors that are copied first: (tensor, its copy)."""
-
-    batches: list[list[Piece]]
-    packed: list[tuple[Tensor, Tensor]]
 
 
 class Flight:
@@ -77,44 +71,56 @@ class SymmetricAxis(Moves):
         self, peers: Peers, watch: Watch, words: Callable[[Any], list[Any]], name: str = "ring", group: Any = None
     ):
         self.peers, self.watch, self.words, self.name, self.group = peers, watch, words, name, group
-        self.lanes, self.rank, self.size = peers.lanes, peers.rank, watch.size
+        self.lanes, self.rank, self.size = watch.lanes, peers.rank, watch.size
         self.sent = 0
 
     def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
         self.watch.check()
         if not out and not into:
             return Done()
-        self.lanes.start(self.lanes.now())
-        leaving = {id(tensors): self.batched(tensors, self.packed) for tensors in out.values()}  # packed once
-        sends = {r: leaving[id(tensors)].batches for r, tensors in out.items()}
-        arriving = {r: self.batched(tensors, self.buffer) for r, tensors in into.items()}
-        receives = {r: each.batches for r, each in arriving.items()}
-        slots, expect = self.peers.outbox.private, partial(self.watch.expect, what=what)
-        steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
-        pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
-        self.peers.send([(there, sends[there][:slots]) for there, _ in pairs if there in sends], expect, persistent)
-        self.lanes.precede(OUT)
-        n = self.peers.outbox.wave[1]
-        for i in range(0, max(map(len, (*sends.values(), *receives.values()))), n):  # the same order on every rank
-            arrivals = [(r, receives[r][i : i + n], None) for _, r in pairs if i < len(receives.get(r, ()))]
-            self.peers.receive(arrivals, expect, persistent)
-            later = [(r, sends[r][slots + i :][:n]) for r, _ in pairs if slots + i < len(sends.get(r, ()))]
-            self.peers.send(later, expect, persistent)
-        self.unpack(arriving)
-        self.sent += sum(map(weight, sends.values()))
-        return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
+        return self.begin(False, out, into, what, self.lanes.now(), persistent)()
 
     def sharing(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Sharing:
         self.watch.check()
         if not out and not into:
             return NOTHING_SHARED
-        given = out, into, what, self.lanes.now(), persistent
+        given = True, out, into, what, self.lanes.now(), persistent
         if not persistent:  # spares the body's kernel the time that the host takes for it
-            return Afterwards(lambda: self.put(*given)())
-        fetched = self.put(*given)
-        if out:
-            self.lanes.precede(OUT)
-        return Afterwards(fetched)
+            return Afterwards(lambda: self.begin(*given)())
+        return Afterwards(self.begin(*given))
+
+    def begin(
+        self, shared: bool, out: ByRank, into: ByRank, what: str, since: Any, persistent: bool
+    ) -> Callable[[], Flight]:
+        """Launch the first script of an exchange; returns a function that launches what is left."""
+        self.lanes.start(since)
+        firsts = {r: batches_before(each) if shared else 0 for r, each in into.items()}
+        packed = {id(each): self.dense(each, OUT, memory.packed) for each in out.values()}  # once for all readers
+        leaving = {r: packed[id(each)] for r, each in out.items()}
+        arriving = {r: self.dense(each, IN, memory.whole) for r, each in into.items()}
+        flight = Flight(self.lanes, self.watch, out, into, leaving, arriving)
+        kind, addresses = memory.described(shared, persistent, leaving, arriving, firsts)
+        scripts, told = self.peers.next_scripts(kind), partial(self.watch.expect, what)
+        scripts[0].launch(self.lanes, addresses, told)
+
+        def rest() -> Flight:
+            for script in scripts[1:]:
+                script.launch(self.lanes, addresses, told)
+            for r, each in arriving.items():
+                for x, y in zip(into[r], each, strict=True) if each is not into[r] else ():
+                    if x is not y:
+                        self.lanes.fill(IN, x, y)
+            self.sent += scripts[-1].bytes
+            return flight.launched()
+
+        return rest
+
+    def dense(self, each: Sequence[Tensor], lane: int, make: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+        """The same tensors, or for those of many runs what `make` gives, on a lane."""
+        if not memory.are_scattered(each):
+            return each
+        with self.lanes.on(lane):
+            return [make(x) if count_runs(x) > MAX_RUNS else x for x in each]
 
     @contextmanager
     def recording(self, record: Record) -> Iterator[None]:
@@ -129,8 +135,6 @@ class SymmetricAxis(Moves):
             self.peers.sent, self.peers.received, self.watch.record = sent, received, None
             with suppress(RuntimeError):  # of a capture that is broken, whose end says so
                 self.lanes.finish().wait()  # a capture can only end with all streams that take part
-            for queued in self.lanes.queued:  # then also signals that would come too late
-                queued.clear()
 
     @contextmanager
     def replaying(self, record: Record) -> Iterator[None]:
@@ -147,74 +151,18 @@ class SymmetricAxis(Moves):
     def after_sends(self) -> None:
         self.lanes.precede(OUT)
 
-    def put(self, out: ByRank, into: ByRank, what: str, since: Any, persistent: bool) -> Callable[[], Flight]:
-        """Put as many batches as fit into the shared slots; returns a function that fetches what other ranks put."""
-        self.lanes.start(since)
-        readers: dict[int, list[int]] = {}  # by the object that they read
-        for rank, tensors in out.items():
-            readers.setdefault(id(tensors), []).append(rank)
-        leaving = {id(tensors): self.batched(tensors, self.packed) for tensors in out.values()}
-        shared = [(pieces, readers[key]) for key, each in leaving.items() for pieces in each.batches]
-        nearest_first = sorted(into, key=lambda r: (self.rank - r) % self.size)
-        arriving = {r: self.batched(into[r], self.buffer) for r in nearest_first}
-        starts = {r: batches_before(x) for r, x in into.items()}
-        flight = Flight(self.lanes, self.watch, out, leaving, into, arriving)
-        expect = partial(self.watch.expect, what=what)
-        if shared:
-            self.peers.put_shared(0, shared[:SHARED], expect, persistent)
-
-        def fetched() -> Flight:
-            """Fetch the batches of other ranks, and put the later ones of this rank into slots as they become free."""
-            n, later = self.peers.outbox.wave[0], shared[SHARED:]
-            ends = {r: starts[r] + len(each.batches) for r, each in arriving.items()}
-            for i in range(0, max(len(later), 0, *ends.values()), n):
-                arrivals = []
-                for r, each in arriving.items():
-                    first, end = max(i, starts[r]), min(i + n, ends[r])
-                    if first < end:
-                        arrivals.append((r, each.batches[first - starts[r] : end - starts[r]], first))
-                self.peers.receive(arrivals, expect, persistent)
-                if i < len(later):
-                    self.peers.put_shared(SHARED + i, later[i : i + n], expect, persistent)
-            self.unpack(arriving)
-            self.sent += sum([weight([pieces]) * len(ranks) for pieces, ranks in shared])
-            return flight.launched()
-
-        return fetched
-
-    def unpack(self, arriving: Mapping[int, Batched]) -> None:
-        for each in arriving.values():
-            for x, y in each.packed:
-                self.lanes.fill(IN, x, y)
-
     def exchange_words(self, words: Any) -> list[Any]:
         return self.words(words)
 
     def over(self, transport: str) -> Axis:
         return self.group or self if transport == "group" else self
 
-    def batched(self, tensors: Sequence[Tensor], elsewhere: Callable[[Tensor], Tensor]) -> Batched:
-        """The batches of tensors. `elsewhere` gives contiguous memory for a tensor of many pieces."""
-        places = located(tensors) if isinstance(tensors, Slices) else None
-        if places is not None:
-            return Batched(places, [])
-        pairs = [(x, x if count_runs(x) <= MAX_RUNS else elsewhere(x)) for x in tensors]
-        return Batched(list(batches(joined([y for _, y in pairs]))), [(x, y) for x, y in pairs if x is not y])
-
-    def packed(self, x: Tensor) -> Tensor:
-        with self.lanes.on(OUT):
-            return memory.packed(x)
-
-    def buffer(self, x: Tensor) -> Tensor:
-        with self.lanes.on(IN):
-            return memory.whole(x)
-
 
 def batches_before(tensors: Sequence[Tensor]) -> int:
     """How many batches their rank shares before those that these tensors receive."""
     if not isinstance(tensors, Slices) or not tensors.after:
         return 0
-    row = sum([x[:, :1].nbytes for x in tensors.tensors])
+    row = sum([x.nbytes // x.shape[1] for x in tensors.tensors])
     return sum([-(-n * row // memory.SLOT) for n in tensors.after])
 
 
@@ -260,7 +208,9 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
         flags[::2], flags[1::2] = 0, 1  # no slot is full, every slot is free
         lanes, rows = Lanes(device), torch.zeros(6, 4, dtype=torch.int32, device=device)
         torch.cuda.synchronize()
-        lanes.copy_all(OUT, [Copy(rows[i].data_ptr(), rows[3 + i].data_ptr(), 16) for i in range(3)], persistent=False)
+        script = Script()
+        script.copy_all(OUT, [Copy(rows[i].data_ptr(), rows[3 + i].data_ptr(), 16) for i in range(3)], persistent=False)
+        script.launch(lanes)
         torch.cuda.synchronize()
         return handle, lanes
 
@@ -269,8 +219,8 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
         return None
     handle, lanes = met
     view = Outbox([int(address) for address in handle.buffer_ptrs], rank)
-    counts = torch.zeros(2, size, dtype=torch.int32).pin_memory()
-    peers, watch = Peers(lanes, view), Watch(lanes, view, size, counts, timeout=20.0)
+    counts = torch.zeros(3, size, dtype=torch.int32).pin_memory()
+    peers, watch = Peers(view), Watch(lanes, view, size, counts, timeout=20.0)
     if agreed(group, trial(SymmetricAxis(peers, watch, lambda words: [words]), device)):
         return None
     watch.timeout = group._get_backend(device).options._timeout.total_seconds()

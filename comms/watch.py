@@ -42,7 +42,7 @@ class Watch:
 
     def __init__(self, lanes: Lanes, outbox: Outbox, size: int, counts: Tensor, timeout: float):
         self.lanes, self.outbox, self.size, self.timeout = lanes, outbox, size, timeout
-        self.done_counts = counts.numpy()  # [2, size]: waits that are over, by lane and peer; the lanes write them
+        self.done_counts = counts.numpy()  # [3, size]: waits that are over, by lane and peer; the lanes write them
         self.address = counts.data_ptr()
         self.expected: Counter[tuple[int, int]] = Counter()
         self.open: deque[tuple[float, Any, Any, int, Wait | Record]] = deque()  # end, counts, at, number, what
@@ -50,18 +50,18 @@ class Watch:
         self.record: Record | None = None  # of the graph that is captured
         self.thread: threading.Thread | None = None
 
-    def expect(self, lane: int, peer: int, what: str) -> None:
-        """Note that the lane now waits for that peer, and let it write here when the wait is over."""
+    def expect(self, what: str, lane: int, peer: int) -> tuple[int, int]:
+        """Note that the lane now waits for that peer. When the wait is over, it is to write where and which number?"""
         if self.lanes.capturing():
-            if self.record is not None:  # else the graph is the user's
-                waits = self.record.waits[lane]
-                waits.append((lane, peer, what))
-                self.lanes.set(lane, self.record.address + 4 * lane, len(waits))
-            return
+            if self.record is None:  # the graph is the user's, and nobody reads this
+                return self.address + 4 * 2 * self.size, 0
+            waits = self.record.waits[lane]
+            waits.append((lane, peer, what))
+            return self.record.address + 4 * lane, len(waits)
         self.expected[lane, peer] += 1
         number = self.expected[lane, peer]
-        self.lanes.set(lane, self.address + 4 * (lane * self.size + peer), number)
         self.follow(self.done_counts, (lane, peer), number, (lane, peer, what))
+        return self.address + 4 * (lane * self.size + peer), number % 2**32
 
     def follow(self, counts: Any, at: Any, number: int, what: Wait | Record) -> None:
         self.open.append((time.monotonic() + self.timeout, counts, at, number, what))

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn.choosing import elsewhere
-from ringattn.comms import watch
+from ringattn.comms import script, watch
 from ringattn.comms.local import Board, LocalMesh
 from ringattn.kernels.attention import tiled
 from ringattn.plans import plan as plans
@@ -141,6 +141,7 @@ class TapeMemory(graphs.Memory):
 def on_tapes(monkeypatch):
     """Only `graphs="auto"` decides, not the device; and the kernel does not look at numbers, as no GPU's does."""
     monkeypatch.setattr(tiled, "product", lambda weights, x, hidden: weights @ x)
+    monkeypatch.setattr(script, "InKernel", lanes.ByDriver)
     monkeypatch.setattr(graphs, "Memory", TapeMemory)
     monkeypatch.setattr(graphs, "Copy", TapeCopy)
     monkeypatch.setattr(

@@ -6,7 +6,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from queue import SimpleQueue
@@ -16,9 +15,9 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 
-from ringattn.comms import engines, memory, symmetric, watch
+from ringattn.comms import engines, memory, script, symmetric, watch
 from ringattn.comms.axis import Slices
-from ringattn.comms.engines import IN, OUT, RELEASE, Copy, Lanes
+from ringattn.comms.engines import IN, OUT, RELEASE, Copy, Lanes, Signal
 from ringattn.comms.local import Board, LocalAxis, LocalMesh
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.symmetric import SymmetricAxis
@@ -48,7 +47,6 @@ class ThreadLanes:
     def __init__(self, one_lane: bool = False):
         first = Lane()
         self.lanes = {OUT: first, IN: first if one_lane else Lane(), RELEASE: Lane()}
-        self.copies = Counter()
 
     def now(self):
         pass
@@ -59,32 +57,32 @@ class ThreadLanes:
     def put(self, lane, work):
         self.lanes[lane].queue.put(work)
 
-    def copy_all(self, lane, copies, persistent=False):
-        def work():
-            for to, source, size, rows, to_pitch, source_pitch in copies:
-                for row in range(rows):
-                    ctypes.memmove(to + row * to_pitch, source + row * source_pitch, size)
+    def copy(self, lane, copy):
+        to, source, size, rows, to_pitch, source_pitch = copy
 
-        self.copies[lane] += len(copies)
+        def work():
+            for row in range(rows):
+                ctypes.memmove(to + row * to_pitch, source + row * source_pitch, size)
+
         self.put(lane, work)
 
-    def wait(self, lane, flag):
-        word = ctypes.c_int32.from_address(flag)
+    def signal_all(self, lane, signals, count):
+        signals = [struct.unpack("<IIQQIIQQ", bytes(signals)[48 * i : 48 * i + 48]) for i in range(count)]
 
         def work():
-            while word.value != 1:
-                time.sleep(1e-5)
-            word.value = 0
+            for kind, _, address, number, until, *_ in signals:
+                word = ctypes.c_int32.from_address(address)
+                if kind == Signal.WRITE:
+                    word.value = number
+                else:
+                    assert (kind, until) == (Signal.WAIT, Signal.UNTIL_EQUAL)
+                    while word.value != number:
+                        time.sleep(1e-5)
 
         self.put(lane, work)
 
     def set(self, lane, flag, value=1):
-        word = ctypes.c_int32.from_address(flag)
-
-        def work():
-            word.value = value
-
-        self.put(lane, work)
+        self.signal_all(lane, engines.signal(Signal.WRITE, flag, value), 1)
 
     def precede(self, lane):
         end = threading.Event()
@@ -138,7 +136,7 @@ class SharedMesh(LocalMesh):
 class NothingCopied(ThreadLanes):
     """Lanes of an outbox that does not work."""
 
-    def copy_all(self, lane, copies, persistent=False):
+    def copy(self, lane, copy):
         pass
 
 
@@ -160,9 +158,9 @@ def axes(
     for rank in range(size):
         outbox = Outbox([m.data_ptr() for m in outboxes], rank)
         lanes = kind(one_lane)
-        come = torch.zeros(2, size, dtype=torch.int32)
+        come = torch.zeros(3, size, dtype=torch.int32)
         words = LocalAxis(board, "words", (), size, rank)
-        axis = SymmetricAxis(Peers(lanes, outbox), Watch(lanes, outbox, size, come, timeout), words.exchange_words)
+        axis = SymmetricAxis(Peers(outbox), Watch(lanes, outbox, size, come, timeout), words.exchange_words)
         axis.outboxes = outboxes  # held: others see it
         results.append(axis)
     return results
@@ -188,6 +186,23 @@ def on_ranks(function, axes):
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a rank never came to its end"
     return results
+
+
+class ByDriver:
+    """The copies of a kernel, one by one: a CPU has no kernels."""
+
+    def __init__(self, lane, copies):
+        self.copies = [script.ByDriver(lane, copy) for copy in copies]
+
+    def launch(self, *given):
+        for copy in self.copies:
+            copy.launch(*given)
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(request, monkeypatch):
+    if "kernel" not in request.node.name:
+        monkeypatch.setattr(script, "InKernel", ByDriver)
 
 
 def nothing():
@@ -243,9 +258,9 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
     within a GPU that no kernel fills; and beside one that does, all copies over a link.
     """
     pytest.importorskip("triton")
-    monkeypatch.setitem(engines.PROGRAMS, IN, 5)  # which loop
+    monkeypatch.setitem(script.PROGRAMS, IN, 5)  # which loop
     driven, lanes = [], object.__new__(Lanes)
-    lanes.device, lanes.queued, lanes.streams = torch.device("cpu"), ([], [], []), (None, None, None)
+    lanes.device, lanes.streams = torch.device("cpu"), (None, None, None)
     monkeypatch.setattr(lanes, "copy", lambda lane, copy: driven.append(copy), raising=False)
     room = torch.zeros(1 << 26, dtype=torch.uint8)  # malloc maps it: Triton's interpreter fails at 32 bits of address
     source, to, expected = room[: 1 << 18].random_(), room[1 << 22 : 2 << 22], room[2 << 22 : 3 << 22]
@@ -256,22 +271,29 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
         for row in range(rows):
             expected[at : at + size] = source[start + row * (size + 16) :][:size]
             at += size + 32
-    lanes.copy_all(lane, copies, False)
+
+    def launch(lane, copies, persistent):
+        """From a script in which the room is tensor 0."""
+        written, off = script.Script(), memory.STRIDE - room.data_ptr()
+        written.copy_all(lane, [c._replace(to=c.to + off, source=c.source + off) for c in copies], persistent)
+        written.launch(lanes, [room.data_ptr()])
+
+    launch(lane, copies, False)
     assert torch.equal(to, expected) and not driven
     fields = (field for field in Copy._fields if field != "rows")
     driver = [([c._replace(**{field: getattr(c, field) + 8}) for c in copies[:3]], False) for field in fields]
     large = [copy._replace(size=2**23) for copy in copies[:3]]
     few, within = [copies[0]._replace(rows=1)], lane == OUT
     for others, persistent in [*driver, (few, within), (large, within), *[(copies, True)] * (not within)]:
-        lanes.copy_all(lane, others, persistent)
+        launch(lane, others, persistent)
         assert driven == others
         driven.clear()
     to.zero_()
-    lanes.copy_all(OUT, few, False)
-    lanes.copy_all(OUT, copies[1:], True)
+    launch(OUT, few, False)
+    launch(OUT, copies[1:], True)
     assert to[: few[0].size].equal(expected[: few[0].size]) and to.count_nonzero() > few[0].size and not driven
     to.zero_()
-    lanes.copy_all(IN, [large[0], *copies], False)  # copy engines take the large one, a kernel all others
+    launch(IN, [large[0], *copies], False)  # copy engines take the large one, a kernel all others
     assert torch.equal(to, expected) and driven == large[:1]
 
 
@@ -291,7 +313,7 @@ def test_lanes_wait_for_a_graph_that_worked_in_their_place_once_and_it_for_them(
             log.append((self, event))
 
     lanes = Lanes.__new__(Lanes)
-    lanes.device, lanes.after, lanes.queued = None, None, ([], [], [])
+    lanes.device, lanes.after = None, None
     lanes.streams, lanes.driver = tuple(map(Stream, ("out", "in", "release"))), lambda *given: driven.append(given)
 
     def told(stream, work, *given):
@@ -302,7 +324,7 @@ def test_lanes_wait_for_a_graph_that_worked_in_their_place_once_and_it_for_them(
 
     assert told("a", lanes.precede_graph) == [("a", "end of out"), ("a", "end of in")]
     lanes.follow_graph(64, 5)
-    assert driven == [("cuStreamBatchMemOp_v2", 7, 1, engines.signal(engines.WRITE, 64, 5), 0)]
+    assert driven == [("cuStreamBatchMemOp_v2", 7, 1, engines.signal(Signal.WRITE, 64, 5), 0)]
     assert told("a", lanes.precede_graph) == []
     assert told("b", lanes.precede_graph) == [("b", "end of a")]
     assert told("captures", lanes.start, "before") == [("out", "before"), ("in", "before")]
@@ -451,12 +473,18 @@ def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
     slices = Slices(pair, tuple(range(start, start + size + draw.choice([0, 0, 1]), step) for start in starts))
     whole = b"".join(x.contiguous().numpy().tobytes() for x in slices)
     slots = [whole[i : i + memory.SLOT] for i in range(0, len(whole), memory.SLOT)]
-    located = memory.located(slices)
-    assert (located is None) == any(memory.count_runs(x) > memory.MAX_RUNS for x in slices)
-    for results in (located, list(memory.batches(memory.joined(slices)))):
-        if results is not None:
-            assert [b"".join(map(read, batch)) for batch in results] == slots
-            assert memory.weight(results) == len(whole)
+    assert memory.are_scattered(slices) == any(memory.count_runs(x) > memory.MAX_RUNS for x in slices)
+    for each in (slices, list(slices)):
+        kind, addresses = memory.described(False, True, {1: each}, {}, {})
+        results = [[at(piece, addresses) for piece in batch] for batch in kind.batches(kind.out[0])]
+        assert [b"".join(map(read, batch)) for batch in results] == slots
+        assert memory.weight(results) == len(whole)
+
+
+def at(piece, addresses):
+    """A piece of tensor i where that lies."""
+    i, offset = divmod(piece.address, memory.STRIDE)
+    return piece._replace(address=addresses[i - 1] + offset)
 
 
 def read(piece):
