@@ -31,7 +31,7 @@ PLACES = len(CASES) // len(FEATURES)
 # Every feature on one place, but for those that others have, too; every second place with all features at once.
 PARTS = (
     "docs", "softcap", "sinks", "value_dim", "cross_docs", "both_sides", "chunks", "tree", "shared_question", "even",
-    "full", "window", "first", "prefix",
+    "cross", "window", "first", "prefix",
 )  # fmt: skip
 ON_EACH_PLACE = [CASES[i * PLACES + (5 * i) % PLACES] for i, case in enumerate(FEATURES) if case.name not in PARTS]
 ON_EACH_PLACE += [case for case in CASES if case.name == "all_at_once" and case not in ON_EACH_PLACE][::2]

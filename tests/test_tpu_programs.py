@@ -115,7 +115,7 @@ def test_groups_of_heads_hide_all_but_the_first_and_the_last(topology, ring, uly
     ],
 )
 def test_of_the_delta_rule_only_states_travel(scan, layout, kind):
-    plan = plan_on("v6e:2x4", 8 * 256, 8, layout=layout)
+    plan = plan_on("v6e:2x4", 8 * 128, 8, layout=layout)
 
     def delta_rule(q, k, v, g, beta):
         return ra.linear_attention(q, k, v, g, plan, beta=beta, scan=scan)
