@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant("home_too_early", "ringattn/steps/table.py", "last = Transfers(after[hops],",
            "last = Transfers(after[hops - 1],",
            ("test_simulation.py::test_gradients_return_by_the_link_of_the_rank_that_computed_them",)),
-    Mutant("tokens_stop_early", "ringattn/steps/table.py", "within(hops) + 1", "np.maximum(within(hops), 1)", ROUNDS),
+    Mutant("tokens_stop_early", "ringattn/steps/table.py", "paired(1, hops)", "paired(1, hops - 1)", ROUNDS),
     Mutant("too_much_at_once", "ringattn/steps/table.py", "np.minimum(together * length, 3 * before)",
            "together * length",
            ("test_steps.py::test_a_step_brings_what_can_hide_behind_the_work_before_it",)),

@@ -49,15 +49,10 @@ def joined(many: Sequence[Bands]) -> Bands:
 EMPTY = Bands(*[np.zeros(0, np.int64)] * 6)
 
 
-def within(counts: Row) -> Row:
-    """0, 1, ... counts[i] - 1 for each i, one after the other."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 def paired(first: Any, counts: Row) -> tuple[Row, Row]:
     """The pairs of each i with first[i], first[i] + 1, ..., counts[i] of them."""
     which = np.repeat(np.arange(len(counts)), counts)
-    return which, within(counts) + np.broadcast_to(first, counts.shape)[which]
+    return which, np.arange(len(which)) + (first - np.cumsum(counts) + counts)[which]
 
 
 def cut(start: Row, stop: Row, places: Sequence[Row]) -> tuple[Row, Row, Row]:

@@ -89,30 +89,21 @@ class Dealt(NamedTuple):
 
 
 def dealt(plan: Plan, docs: Docs, spec: AttentionSpec, shape: tuple[int, int], real: np.ndarray | None = None) -> Dealt:
-    """The batch as one row, dealt out by its work: the plan's, or that of this attention.
+    """The batch as one row of its real tokens, dealt out by its work: the plan's, or that of this attention.
 
-    Trees, and a batch without documents, keep their rows. `real` [B, T] says which tokens are real.
+    Trees, and a batch without documents, keep their rows. `real` [B, T] says which tokens are real; by default all but
+    those after a row's last document.
     """
     work = plan.work or AttentionSpec(spec.causal, spec.window, spec.chunk, spec.first)
     plan = plan.replace(layout="balanced", work=work)
-    row = as_one_row(docs, shape, real) if docs.plain else None
-    docs, tokens = row or (docs, None)
-    return Dealt(plan.for_docs(docs), docs, tokens, shape)
-
-
-def as_one_row(docs: Docs, shape: tuple[int, int], real: np.ndarray | None = None) -> tuple[Docs, Tensor] | None:
-    """The documents of all rows [B, T] as those of one row of the real tokens, and which tokens [n] they are.
-
-    `real` [B, T] says which; by default all but those after a row's last document. None if there are none.
-    """
     if real is None:
         real = np.broadcast_to(np.arange(shape[1]) < docs.starts[:, -1:], shape)
+    if not docs.plain or not real.any():
+        return Dealt(plan.for_docs(docs), docs, None, shape)
     edges = np.unique(docs.starts + shape[1] * np.arange(shape[0])[:, None])
-    before = np.append(0, np.cumsum(real))
-    lengths = np.diff(before[np.append(edges, real.size)])
-    if not before[-1]:
-        return None
-    return Docs.from_lengths(lengths[lengths > 0]), torch.from_numpy(np.flatnonzero(real))
+    lengths = np.diff(np.append(0, np.cumsum(real))[np.append(edges, real.size)])
+    docs = Docs.from_lengths(lengths[lengths > 0])
+    return Dealt(plan.for_docs(docs), docs, torch.from_numpy(np.flatnonzero(real)), shape)
 
 
 def following(labels: Tensor, docs: Docs | None) -> list[Tensor]:

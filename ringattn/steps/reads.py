@@ -12,6 +12,7 @@ import numpy as np
 
 from ringattn.layouts.layout import Shard
 from ringattn.masks.bands import Bands
+from ringattn.masks.crossing import paired, runs
 
 GRAINS = 64  # of a block: ranges that are read begin and end at multiples of a grain, so they are few and round
 
@@ -89,9 +90,9 @@ def grained(length: int, cell: np.ndarray, begin: np.ndarray, end: np.ndarray, l
     order = np.argsort(cell, kind="stable")
     begin, end = np.maximum(begin // grain * grain, low), np.minimum(-(-end // grain) * grain, high)
     cell, begin, end, low = (x[order] for x in (cell, begin, end, low))
-    apart = (cell[1:] != cell[:-1]) | (low[1:] != low[:-1]) | (begin[1:] > end[:-1])
-    edges = np.append(np.flatnonzero(np.append(True, apart)[: len(cell)]), len(cell))
-    return cell[edges[:-1]], begin[edges[:-1]], end[edges[1:] - 1]
+    touch = (cell[1:] == cell[:-1]) & (low[1:] == low[:-1]) & (begin[1:] <= end[:-1])
+    first, last = runs(touch, len(cell))
+    return cell[first], begin[first], end[last]
 
 
 def keys_seen(bands: Bands, queries: AllRanges) -> Seen:
@@ -111,9 +112,7 @@ def keys_seen(bands: Bands, queries: AllRanges) -> Seen:
 def overlaps(table: AllRanges, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:
     """Each of some intervals in every range that it overlaps: (interval, range, its first token there, its last)."""
     low, high = np.searchsorted(table.stops, start, "right"), np.searchsorted(table.starts, stop, "left")
-    counts = np.where(start < stop, high - low, 0)
-    at = np.repeat(np.arange(len(start)), counts)
-    which = np.arange(len(at)) - (np.cumsum(counts) - counts - low)[at]
+    at, which = paired(low, np.where(start < stop, high - low, 0))
     step, begun = table.steps[0], table.starts[which]  # all ranges have the same step
     first, last = np.maximum(start[at], begun), np.minimum(stop[at], table.stops[which]) - 1
     if step > 1:
@@ -131,6 +130,6 @@ def union(reader: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Seen:
     begin, end = begin + reader * apart, end + reader * apart
     order = np.argsort(begin, kind="stable")
     begin, reach = begin[order], np.maximum.accumulate(end[order])
-    edges = np.append(np.flatnonzero(np.append(True, begin[1:] > reach[:-1])), len(begin))
-    reader = begin[edges[:-1]] // apart
-    return reader, begin[edges[:-1]] - reader * apart, reach[edges[1:] - 1] - reader * apart
+    first, last = runs(begin[1:] <= reach[:-1], len(begin))
+    reader = begin[first] // apart
+    return reader, begin[first] - reader * apart, reach[last] - reader * apart

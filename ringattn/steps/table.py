@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.masks.crossing import within
+from ringattn.masks.crossing import paired
 from ringattn.steps.reads import Reads
 
 Row = np.ndarray
@@ -116,7 +116,7 @@ def build(reads: Reads, hosts: int = 1, together: int = 1) -> Table:
     of, a, b, hops = travelling(block, begin, end, np.searchsorted(distances, away), length)
     after = np.append(first[1:], count)  # [phase]: the step behind its last one
     last = Transfers(after[hops], 0 * of + count, holder(of, hops), of, of, a, b)
-    i, phase = np.repeat(np.arange(len(of)), hops), within(hops) + 1
+    i, phase = paired(1, hops)
     i, phase = (x[np.lexsort((i, phase))] for x in (i, phase))
     hop = Transfers(first[phase - 1], first[phase], holder(of[i], phase - 1), holder(of[i], phase), of[i], a[i], b[i])
     return Table(ring, hosts, length, distances, first, count, busy, when, within_host, touching(hop), touching(last))
@@ -151,8 +151,9 @@ def travelling(block: Row, begin: Row, end: Row, phase: Row, length: int) -> tup
     ends, phase = np.array([base + begin, base + end])[:, far], phase[far]
     edges = np.unique(ends)
     low, high = np.searchsorted(edges, ends)
-    n, hops = high - low, np.zeros(max(0, len(edges) - 1), np.int64)
-    np.maximum.at(hops, np.repeat(low, n) + within(n), np.repeat(phase, n))
+    hops = np.zeros(max(0, len(edges) - 1), np.int64)
+    which, piece = paired(low, high - low)
+    np.maximum.at(hops, piece, phase[which])
     some = np.flatnonzero(hops)
     of, a = np.divmod(edges[some], length + 1)
     return of, a, edges[some + 1] - edges[some] + a, hops[some]
