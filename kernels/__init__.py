@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from ringattn.kernels.rates import VENDOR_ROWS, rate
+from ringattn.kernels import rates
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,11 @@ class Problem:
 
     def rate(self, kernel: str, backward: bool) -> float:
         """The measured rate of a kernel for this problem, 0 if there is none."""
-        mask = "rectangles" if self.rectangles else self.mask
-        dims = self.head_dim, self.value_dim
-        return rate(kernel, self.arch, mask, dims, backward, self.softcap) or 0.0
+        if self.arch is None:
+            return 0.0
+        mask, dims = "rectangles" if self.rectangles else self.mask, (self.head_dim, self.value_dim)
+        either = (rates.key_of(kernel, self.arch, mask, each, self.softcap) for each in (dims, (max(dims),) * 2))
+        return next((rates.RATES[key][backward] for key in either if key in rates.RATES), 0.0)
 
     def __str__(self) -> str:
         dims = f"{self.heads} query and {self.kv_heads} key heads of {self.head_dim}, values of {self.value_dim}"
@@ -98,7 +100,7 @@ def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TAB
         raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in table)}")
     if impl == "auto":
         candidates = [k for k in table if problem.device not in k.skipped_on]
-        short = problem.rows is not None and problem.rows < VENDOR_ROWS
+        short = problem.rows is not None and problem.rows < rates.VENDOR_ROWS
         candidates.sort(key=lambda k: (not k.first, 0.0 if short else -problem.rate(k.name, backward)))
     else:
         candidates = [k for k in table if k.name == impl]
@@ -120,10 +122,10 @@ def gain(missing: Kernel, problem: Problem, chosen: str) -> str | None:
     """What installing a kernel's package would gain over the chosen kernel, if both are measured and it is faster."""
     if missing.name not in INSTALL or "not installed" not in (lacking(missing) or ""):
         return None
-    rates = [[problem.rate(name, backward) for backward in (False, True)] for name in (missing.name, chosen)]
-    if not all(map(all, rates)):
+    each = [[problem.rate(name, backward) for backward in (False, True)] for name in (missing.name, chosen)]
+    if not all(map(all, each)):
         return None
-    forward, backward = (theirs / mine for theirs, mine in zip(*rates, strict=True))
+    forward, backward = (theirs / mine for theirs, mine in zip(*each, strict=True))
     if max(forward, backward) < 1.05:
         return None
     how = f"{forward:.2f} x as fast forward, {backward:.2f} x backward"

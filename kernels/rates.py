@@ -36,17 +36,6 @@ def key_of(kernel: str, arch: tuple[int, int], mask: str, dims: tuple[int, int],
     return f"sm{arch[0]}0/{kernel}/{mask}/{width}{'/softcap' * softcap}"
 
 
-def rate(
-    kernel: str, arch: tuple[int, int] | None, mask: str, dims: tuple[int, int], backward: bool, softcap: bool = False
-) -> float | None:
-    """The measured rate of a kernel, or None where it was not measured."""
-    if arch is None:
-        return None
-    either = dims, (max(dims), max(dims))
-    rows = [RATES.get(key_of(kernel, arch, mask, each, softcap)) for each in either]
-    return next((row[backward] for row in rows if row is not None), None)
-
-
 def mask_of(lengths: np.ndarray, causal: bool, window: int | None, alone: bool) -> str:
     """The mask of a call that is not rectangles; `lengths` [rows, documents] are those of its
     documents; `alone`: on one device, and all batch rows have the same."""

@@ -182,7 +182,8 @@ def test_tune_writes_rates_that_auto_uses(tmp_path, monkeypatch) -> None:
     assert {key.split("/")[2] for key in results if "tiled" in key} == {"rectangles", "packed", "long", "short"}
     rates.save({key.replace("sm00/tiled", "sm90/triton"): row for key, row in results.items()}, tmp_path / "rates.json")
     rates.use(tmp_path / "rates.json")
-    assert rates.rate("triton", (9, 0), "long", (16, 16), backward=True) == results["sm00/tiled/long/16"][1] > 0
+    problem = replace(PROBLEM, head_dim=16, value_dim=16, rectangles=False, mask="long", arch=(9, 0))
+    assert problem.rate("triton", backward=True) == results["sm00/tiled/long/16"][1] > 0
     options = replace(options, value_dim=8)
     assert "sm00/tiled/long/16x8" in tune.rates_of(options, 16, "cpu", ("tiled",))
     select.cache_clear()
