@@ -174,6 +174,23 @@ def ready(
     return Launch(kernel, (x, y, z), device, (*numbers, *constants), kind, **options)
 
 
+@triton.jit
+def cells(
+    ptr, first, stop, column, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The addresses of the tile that starts at (first, column), and which of them lie inside a matrix of COLS columns.
+
+    The tile's own offset takes 64 bits.
+    """
+    rows = tl.arange(0, ROWS)
+    cols = column + tl.arange(0, WIDTH)
+    at = ptr + tl.cast(first, tl.int64) * stride_row + rows[:, None] * stride_row + cols[None, :] * stride_col
+    inside = (first + rows < stop)[:, None]
+    if COLS % WIDTH != 0:
+        inside = inside & (cols < COLS)[None, :]
+    return at, inside
+
+
 @lru_cache
 def architecture(device: torch.device) -> str:
     """The GPU family whose entries this device uses; "cpu" is Triton's interpreter."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringattn.kernels.attention.triton.table import Table, Tiles, entry
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.triton import LOG2E, architecture, power_of_2
+from ringattn.kernels.triton import LOG2E, architecture, cells, power_of_2
 
 
 @triton.jit
@@ -41,22 +41,8 @@ def tile(
     if TMA:
         return source.load([first, 0])
     else:
-        at, inside = cells(source, first, stop, stride_row, stride_col, ROWS, COLS, WIDTH)
+        at, inside = cells(source, first, stop, 0, stride_row, stride_col, ROWS, COLS, WIDTH)
         return tl.load(at, mask=inside, other=0.0)
-
-
-@triton.jit
-def cells(
-    ptr, first, stop, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """The addresses of a tile, and which of them lie inside the matrix; the tile's own offset takes 64 bits."""
-    rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, WIDTH)
-    at = ptr + tl.cast(first, tl.int64) * stride_row + rows[:, None] * stride_row + cols[None, :] * stride_col
-    inside = (first + rows < stop)[:, None]
-    if COLS != WIDTH:
-        inside = inside & (cols < COLS)[None, :]
-    return at, inside
 
 
 @triton.jit
@@ -65,7 +51,7 @@ def add_rows(
     ADD: tl.constexpr,
 ):  # fmt: skip
     """Write x to rows [first, stop) of a matrix; with ADD add it to them."""
-    at, inside = cells(ptr, first, stop, stride_row, stride_col, ROWS, COLS, WIDTH)
+    at, inside = cells(ptr, first, stop, 0, stride_row, stride_col, ROWS, COLS, WIDTH)
     if ADD:
         x += tl.load(at, mask=inside, other=0.0)
     tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)

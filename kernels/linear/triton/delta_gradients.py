@@ -10,7 +10,7 @@ kernels, because the gradients of the scores are the same for all key channels:
 import triton
 import triton.language as tl
 
-from ringattn.kernels.linear.triton.delta_products import decays, passes_over
+from ringattn.kernels.linear.triton.delta_products import decays
 from ringattn.kernels.linear.triton.gated_states import (
     CHANNEL,
     HEAD,
@@ -23,7 +23,7 @@ from ringattn.kernels.linear.triton.gated_states import (
     seen_from_start,
     store,
 )
-from ringattn.kernels.linear.triton.pairs import decay_between, earlier, pairs_within, related
+from ringattn.kernels.linear.triton.pairs import decay_between, earlier, pairs_within, passes_over, related
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -125,8 +125,8 @@ def gradients_kernel(
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     tile, h, n, b = program_at(tl.program_id(0), TILES, H, N)
     chunk = (b * N + n) * H + h
-    if GATE == CHANNEL:  # noqa: SIM102
-        if passes_over(strongest_ptr, chunk, STRONG, EVERY):
+    if GATE == CHANNEL and not EVERY:  # noqa: SIM102
+        if passes_over(strongest_ptr, chunk, 1, STRONG):
             return
     column = tile * BLOCK_K
     first = n * CHUNK

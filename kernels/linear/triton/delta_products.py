@@ -34,10 +34,10 @@ from ringattn.kernels.linear.triton.gated_states import (
     sums,
 )
 from ringattn.kernels.linear.triton.pairs import (
-    GENTLE,
     decay_between,
     earlier,
     from_middle,
+    passes_over,
     related,
     scores,
 )
@@ -91,14 +91,6 @@ def decays(
     else:
         through, total = sums(g, GATE)
         return through, behind(g_ptr, g_st, through, total, first, T, column, CHUNK, K, WIDTH, GATE, EXACT), total
-
-
-@triton.jit
-def passes_over(strongest_ptr, chunk, STRONG: tl.constexpr, EVERY: tl.constexpr):
-    """Whether the other launch computes this chunk: one takes the strong ones (or EVERY one), the other the gentle."""
-    if EVERY:
-        return False
-    return (tl.load(strongest_ptr + chunk) < -GENTLE) != STRONG
 
 
 @triton.jit
@@ -165,7 +157,7 @@ def prepare_kernel(
     _, h, n, b = program_at(tl.program_id(0), 1, H, N)
     chunk = (b * N + n) * H + h
     if STRONG:  # noqa: SIM102
-        if passes_over(strongest_ptr, chunk, STRONG, False):
+        if passes_over(strongest_ptr, chunk, 1, STRONG):
             return
     first = n * CHUNK
     q_ptr += b * q_st[0] + h // GROUP * q_st[2]

@@ -19,7 +19,7 @@ Gates are in base 2 here, and clamped at -256: 2^-256 is 0 in float32, and large
 import triton
 import triton.language as tl
 
-from ringattn.kernels.triton import LN2, LOG2E
+from ringattn.kernels.triton import LN2, LOG2E, cells
 
 LOWEST = tl.constexpr(-256.0)
 NO_GATE, HEAD, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # GATE: none, one a head, or a key channel
@@ -32,25 +32,11 @@ def program_at(pid, tiles, H, N):
 
 
 @triton.jit
-def block(
-    ptr, first, stop, column, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """The addresses of the tile that starts at (first, column), and which of them lie inside the matrix."""
-    rows = tl.arange(0, ROWS)
-    cols = column + tl.arange(0, WIDTH)
-    at = ptr + tl.cast(first, tl.int64) * stride_row + rows[:, None] * stride_row + cols[None, :] * stride_col
-    inside = (first + rows < stop)[:, None]
-    if COLS % WIDTH != 0:
-        inside = inside & (cols < COLS)[None, :]
-    return at, inside
-
-
-@triton.jit
 def load(
     ptr, first, stop, column, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """A tile, 0 outside the matrix."""
-    at, inside = block(ptr, first, stop, column, stride_row, stride_col, ROWS, COLS, WIDTH)
+    at, inside = cells(ptr, first, stop, column, stride_row, stride_col, ROWS, COLS, WIDTH)
     return tl.load(at, mask=inside, other=0.0)
 
 
@@ -58,7 +44,7 @@ def load(
 def store(
     ptr, x, first, stop, column, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    at, inside = block(ptr, first, stop, column, stride_row, stride_col, ROWS, COLS, WIDTH)
+    at, inside = cells(ptr, first, stop, column, stride_row, stride_col, ROWS, COLS, WIDTH)
     tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
 
 
