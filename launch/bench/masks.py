@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ringattn as ra
-from ringattn.masks.bands import bounds_at, families
+from ringattn.masks.bands import work_of
 
 MIX = "lognormal:MEDIAN:SIGMA"
 MIXES: dict[str, tuple[int, ...]] = {
@@ -41,8 +41,7 @@ class Case(NamedTuple):
 def case_of(word: str, tokens: int) -> Case:
     """The case of a word; a ValueError if there is no such mask."""
     asked = asked_by(word, tokens)
-    sides = (bounds_at(each, np.arange(tokens)) for each in families(asked["spec"], tokens, docs=asked.get("docs")))
-    return Case(word, tokens, asked, float(sum(np.maximum(end - begin, 0).sum() for begin, end in sides)))
+    return Case(word, tokens, asked, float(work_of(asked["spec"], tokens, docs=asked.get("docs")).below(tokens)))
 
 
 def asked_by(word: str, tokens: int) -> dict[str, Any]:

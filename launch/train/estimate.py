@@ -14,6 +14,8 @@ from ringattn.conf.schema import Model, Train
 from ringattn.launch.train import data, parallelize
 from ringattn.launch.train.checkpoint import about, matching
 from ringattn.launch.train.model import GATE_LIMIT, Decoder, head_dim
+from ringattn.layouts.balancing import pairs
+from ringattn.masks.spec import AttentionSpec
 from ringattn.models.pieces import LOGITS, tokens_at_once
 from ringattn.plans.machine import ITEMS, Machine, load, of_device
 from ringattn.plans.plan import Plan
@@ -81,15 +83,9 @@ def step_flops(config: Train, decoder: Decoder, samples: data.Samples, step: int
         documents = [length for sample in drawn for length in sample.lengths(config.seq_len)]
     weights = sum(p.numel() for p in decoder.parameters() if p.dim() > 1) - decoder.embed.weight.numel()
     dim, softmax, tokens = head_dim(m), m.layers // m.softmax_every, sum(documents)
-    pairs = softmax * sum(visible(n, m.window or n) for n in documents)
+    seen = softmax * pairs(documents, AttentionSpec(window=m.window))
     states = (m.layers - softmax) * tokens * max(1, dim // 2)
-    return 6.0 * weights * tokens + 12.0 * dim * m.heads * (pairs + states)
-
-
-def visible(tokens: int, window: int) -> int:
-    """How many (query, key) pairs a causal window leaves, for `tokens` tokens."""
-    window = min(window, tokens)
-    return window * (window + 1) // 2 + (tokens - window) * window
+    return 6.0 * weights * tokens + 12.0 * dim * m.heads * (seen + states)
 
 
 def report(config: Train) -> str:
@@ -127,8 +123,8 @@ def step_seconds(config: Train, plan: Plan, machine: Machine, flops: float) -> f
     again, layers = RECOMPUTED[config.strategy.recompute], m.layers // m.softmax_every
     calls = layers * config.batch * config.accumulate
     attention = calls * (best["seconds"] + (again == 1.0) * best["forward"]["seconds"])
-    pairs = calls * config.strategy.data * visible(config.seq_len, m.window or config.seq_len)
-    others = flops - 12.0 * head_dim(m) * m.heads * pairs
+    seen = calls * config.strategy.data * pairs([config.seq_len], AttentionSpec(window=m.window))
+    others = flops - 12.0 * head_dim(m) * m.heads * seen
     slower = ITEMS[config.precision] / 2 if machine.device != "cpu" else 1.0  # float32 products take twice as long
     slower *= machine.crowd(ranks)
     return attention + slower * max(0.0, others) * (1 + again / 3) / ranks / (machine.products * 1e12)
