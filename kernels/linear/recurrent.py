@@ -18,8 +18,13 @@ def recurrent(x: Inputs, start: Tensor | None) -> tuple[Tensor, Tensor]:
 
     u_t is v_t, or with beta, by the delta rule, beta_t (v_t - k_t exp(g_t) S_{t-1}).
     """
-    q, k, v, g, beta, state = prepared(x, start)
-    out = []
+    q, k, v = (t.to(accumulator(t)) for t in x[:3])
+    q, k = (of_values(t, v.shape[2], 2) for t in (q, k))
+    g = torch.zeros_like(k) if x.g is None else x.g.to(q.dtype)
+    g = (g if g.dim() == 4 else g[..., None]).expand_as(k)  # a gate of every key channel
+    beta = None if x.beta is None else x.beta.to(q.dtype)
+    B, _, H, K = k.shape
+    state, out = q.new_zeros(B, H, K, v.shape[-1]) if start is None else start.to(q.dtype), []
     for t in range(q.shape[1]):
         state = g[:, t].exp()[..., None] * state
         if x.begin is not None:
@@ -40,16 +45,3 @@ def few_tokens(x: Inputs, start: Tensor | None) -> tuple[Tensor, Tensor]:
     from ringattn.kernels.linear.triton.delta_decode import decode
 
     return decode(x, start)
-
-
-def prepared(x: Inputs, start: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The inputs in the accumulator's dtype, with q, k and a gate of every key channel for each value head, and by
-    default a state of zeros.
-    """
-    q, k, v = (t.to(accumulator(t)) for t in x[:3])
-    q, k = (of_values(t, v.shape[2], 2) for t in (q, k))
-    g = torch.zeros_like(k) if x.g is None else x.g.to(q.dtype)
-    g = (g if g.dim() == 4 else g[..., None]).expand_as(k)
-    beta = None if x.beta is None else x.beta.to(q.dtype)
-    B, _, H, K = k.shape
-    return q, k, v, g, beta, q.new_zeros(B, H, K, v.shape[-1]) if start is None else start.to(q.dtype)

@@ -67,23 +67,18 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a picture: an SVG is transparent and follows the reader's colour scheme."""
+    """Write a picture: an SVG is transparent, and its ink and paper follow the reader's colour scheme."""
     svg = path.suffix == ".svg"
     metadata = {"Date": None} if svg else None  # the same picture is the same file
     figure.savefig(path, bbox_inches="tight", pad_inches=0.08, metadata=metadata, dpi=150, transparent=svg)
     if svg:
-        path.write_text(themed(path.read_text()))
-
-
-def themed(svg: str) -> str:
-    """A transparent picture whose ink and paper follow the reader's colour scheme."""
-    rules = [
-        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}'
-        for name, dark in DARK.items()
-        for kind, light in ([name.split(": ")] if ": " in name else [("fill", name), ("stroke", name)])
-    ]
-    sheet = "<style>@media (prefers-color-scheme: dark) { " + " ".join(rules) + " }</style>\n <defs>"
-    return svg.replace("<defs>", sheet, 1)
+        rules = [
+            f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}'
+            for name, dark in DARK.items()
+            for kind, light in ([name.split(": ")] if ": " in name else [("fill", name), ("stroke", name)])
+        ]
+        sheet = "<style>@media (prefers-color-scheme: dark) { " + " ".join(rules) + " }</style>\n <defs>"
+        path.write_text(path.read_text().replace("<defs>", sheet, 1))
 
 
 def bars(rows: list[Row], metric: str | None = None) -> Figure:

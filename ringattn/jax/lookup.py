@@ -53,8 +53,7 @@ def by_rows(look_up: Callable[[Array, Array], Array], x_RN: Array, at: Array) ->
     row_cut = next((there.spec[0] for each, there in cuts if each.shape[0] == rows and there.spec[0] is not None), None)
     token_cut = next((there.spec[1] for each, there in cuts if each is at), None)
     spec = cuts[0][1].update(spec=P(row_cut, token_cut))
-    made: Array = jax.sharding.auto_axes(both, out_sharding=spec)(x_RN, at)
-    return made
+    return jax.sharding.auto_axes(both, out_sharding=spec)(x_RN, at)
 
 
 def spoiled(x: Array, *starts: Any) -> Array:

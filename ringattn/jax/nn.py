@@ -22,7 +22,7 @@ from ringattn.jax.layers import causal_convolution, positions_of, rope
 from ringattn.jax.layers import cross_entropy as cross_entropy
 from ringattn.jax.layers import token_mean as token_mean
 from ringattn.jax.linear.function import linear_attention
-from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.arrays import in_sums
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.plan import Plan
 
@@ -121,10 +121,10 @@ class GatedDeltaNet(nnx.Module):
             mixed = jax.nn.silu(causal_convolution(mixed, self.mix[...].astype(mixed.dtype), plan, docs))
         q, k, v = jnp.split(mixed, (self.keys, 2 * self.keys), -1)
         q, k, v = in_heads(q, self.key_dim), in_heads(k, self.key_dim), in_heads(v, self.value_dim)
-        q, k = (x * jax.lax.rsqrt((exact(x) ** 2).sum(-1, keepdims=True) + 1e-6).astype(x.dtype) for x in (q, k))
-        g = -jax.nn.softplus(exact(self.decay(x_BTC)) + self.bias[...]) * jnp.exp(self.log_rate[...])
-        beta = jax.nn.sigmoid(exact(self.beta(x_BTC)))
-        out = exact(linear_attention(Given(q, k, v, g, beta), plan, Settings(docs, check=False)))
+        q, k = (x * jax.lax.rsqrt((in_sums(x) ** 2).sum(-1, keepdims=True) + 1e-6).astype(x.dtype) for x in (q, k))
+        g = -jax.nn.softplus(in_sums(self.decay(x_BTC)) + self.bias[...]) * jnp.exp(self.log_rate[...])
+        beta = jax.nn.sigmoid(in_sums(self.beta(x_BTC)))
+        out = in_sums(linear_attention(Given(q, k, v, g, beta), plan, Settings(docs, check=False)))
         out = out * jax.lax.rsqrt((out**2).mean(-1, keepdims=True) + 1e-6) * self.weight[...]
         out = out.astype(v.dtype).reshape(*x_BTC.shape[:2], -1)
         return self.out(out * jax.nn.silu(self.swish(x_BTC)))
@@ -133,8 +133,3 @@ class GatedDeltaNet(nnx.Module):
 def in_heads(x: Array, size: int) -> Array:
     """[B, T, heads * size] -> [B, T, heads, size]."""
     return x.reshape(*x.shape[:-1], -1, size)
-
-
-def exact(x: Array) -> Array:
-    """x in float32, or in float64 if it has that."""
-    return x.astype(accumulator(x))

@@ -233,8 +233,7 @@ def over_devices(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[A
     each = tuple(P(tokens[2]) if x is not None and x.ndim == 1 else everyone for x in whole)  # sinks are of heads
     given, results = (cached, (tokens,) * len(cut), each), (cached, tokens if cut else everyone)
     program = over_mesh(undifferentiated, work, cache.plan.ring_axis.mesh, given, results, free=False, check_vma=False)
-    made: tuple[KVCache, Any] = program(cache, cut, whole)
-    return made
+    return program(cache, cut, whole)
 
 
 def undifferentiated(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[KVCache, Any]:
@@ -251,5 +250,4 @@ def undifferentiated(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tup
         )
 
     call.defvjp(lambda *given: (call(*given), None), refused)
-    made: tuple[KVCache, Any] = call(cache, cut, whole)
-    return made
+    return call(cache, cut, whole)

@@ -143,8 +143,7 @@ def local_inputs(
     self.ringattn_last = batch
 
     def take(x: Tensor, dim: int) -> Tensor:
-        mine: Tensor = batch.plan.shard(batch.row(x, dim), dim, compare=False)
-        return mine
+        return batch.plan.shard(batch.row(x, dim), dim, compare=False)
 
     share = hf_vision.Share(Call(batch.plan, batch.docs), (B, T), default, take)
     if media:

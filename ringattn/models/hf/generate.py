@@ -176,8 +176,7 @@ class Chunk:
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of x, whose dims before `dim` and at it are rows and tokens."""
-        mine: Tensor = self.plan.shard(x[(slice(None),) * (dim - 1) + (self.rows, self.at)], dim, compare=False)
-        return mine
+        return self.plan.shard(x[(slice(None),) * (dim - 1) + (self.rows, self.at)], dim, compare=False)
 
     def join(self, logits: Tensor) -> Tensor:
         """The logits of the kept tokens, on every rank."""

@@ -135,8 +135,7 @@ def plan_of(model: Any) -> Plan:
     bare = inner(model)
     if not hasattr(bare, "ringattn"):
         raise ValueError(f"this {type(bare).__name__} is not prepared; call hf.prepare(model, mesh) first")
-    plan: Plan = bare.ringattn.first(bare)
-    return plan
+    return bare.ringattn.first(bare)
 
 
 def whole(model: Any, x: Tensor) -> Tensor:
@@ -144,5 +143,4 @@ def whole(model: Any, x: Tensor) -> Tensor:
     bare = inner(model)
     if getattr(bare, "ringattn_last", None) is None:
         raise ValueError("nothing to join: call the prepared model first")
-    rows: Tensor = bare.ringattn_last.whole(x)
-    return rows
+    return bare.ringattn_last.whole(x)

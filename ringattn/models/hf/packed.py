@@ -124,8 +124,7 @@ def numbered(embeddings: Any, x: dict[str, Tensor]) -> Tensor | None:
     if embeddings is None:
         return None
     name = "inputs_embeds" if "inputs_embeds" in x else "input_ids"
-    positions: Tensor = getattr(embeddings, f"{RULE}{name}")(x[name], embeddings.padding_idx)
-    return positions
+    return getattr(embeddings, f"{RULE}{name}")(x[name], embeddings.padding_idx)
 
 
 def numbering_of(model: nn.Module) -> nn.Module | None:

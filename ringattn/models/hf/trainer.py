@@ -92,9 +92,7 @@ class OverRanks(hf_trl.Answers):
     which DDP and FSDP average over all ranks, come out as sums of the ranks' shares.
     """
 
-    args: Any
     model: Any
-    accelerator: Any
     gather_function: Any
     model_accepts_loss_kwargs: bool
 
@@ -152,8 +150,7 @@ class OverRanks(hf_trl.Answers):
 
     @property
     def plan(self) -> Plan:
-        plan: Plan = self.spread.first(hf_model.inner(self.model))
-        return plan
+        return self.spread.first(hf_model.inner(self.model))
 
     @property
     def by_trl(self) -> bool:

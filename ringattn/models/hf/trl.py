@@ -113,8 +113,7 @@ class Answers:
 
     def _calculate_rewards(self, *args: Any) -> Tensor:
         """The rewards of all data ranks' answers, as the first rank of each plan has them."""
-        rewards: Tensor = self.of_firsts(super()._calculate_rewards(*args))  # type: ignore[misc]
-        return rewards
+        return self.of_firsts(super()._calculate_rewards(*args))  # type: ignore[misc]
 
 
 class DataRanks:
