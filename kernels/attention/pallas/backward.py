@@ -208,7 +208,7 @@ def dkv_kernel(
     """dk^T = scale * q^T ds^T and dv^T = dout^T p^T of one block of keys, added up over query blocks and query heads.
 
     Grid: (batch, key heads, entries, query heads that share a key head). Here key blocks stay and query blocks pass
-    (`worklist.by_keys`). Query heads are the innermost axis: for each entry all heads of the group follow each other,
+    (`worklist.listed`). Query heads are the innermost axis: for each entry all heads of the group follow each other,
     so the accumulators start at the first head of the first entry and are written at the last head of the last one.
     Tiles are computed in pieces, with the scores of the next AHEAD pieces ready, as in `forward_kernel`.
     """

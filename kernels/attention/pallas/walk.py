@@ -21,9 +21,8 @@ from ringattn.kernels.attention.pallas.worklist import (
     STAIRS,
     WHOLE,
     Ranges,
-    by_keys,
-    by_queries,
     kind_of,
+    listed,
     passing,
     staying,
 )
@@ -139,7 +138,7 @@ class Walk(NamedTuple):
         dim for each pair tell the compiler how long the kernel runs, at most.
         """
         setup, (B, H, T, D) = self.setup, self.setup.q.shape
-        work = (by_queries if self.queries_stay else by_keys)(setup.ranges, setup.key_blocks)
+        work = listed(setup.ranges, setup.key_blocks, self.queries_stay)
         operands = [x for x, _ in (*queries, *keys)] + [setup.begin, setup.end]
         entries, steps, operands = vary((work.entries.reshape(-1), work.steps, operands), setup.axes)
         order: list[Any] = ["parallel"] * 3 + ["arbitrary"]

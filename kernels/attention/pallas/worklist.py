@@ -69,18 +69,13 @@ class Worklist(NamedTuple):
     steps: Array
 
 
-def by_queries(ranges: Ranges, key_blocks: int) -> Worklist:
-    """Query blocks stay, and the key blocks they see pass."""
-    return listed(ranges, ranges.first, ranges.last, key_blocks, queries_stay=True)
+def listed(ranges: Ranges, key_blocks: int, queries_stay: bool) -> Worklist:
+    """The list, in order of staying blocks: of queries, which the key blocks they see pass, or of keys likewise.
 
-
-def by_keys(ranges: Ranges, key_blocks: int) -> Worklist:
-    """Key blocks stay, and the query blocks that see them pass."""
-    return listed(ranges, *ranges.queries(key_blocks), ranges.first.shape[1], queries_stay=False)
-
-
-def listed(ranges: Ranges, first: Array, last: Array, passing_blocks: int, queries_stay: bool) -> Worklist:
-    """The list, in order of staying blocks. Each has at least one entry, so that its result is always written."""
+    Each has at least one entry, so that its result is always written.
+    """
+    first, last = (ranges.first, ranges.last) if queries_stay else ranges.queries(key_blocks)
+    passing_blocks = key_blocks if queries_stay else ranges.first.shape[1]
     rows, n = first.shape
     if max(n, passing_blocks) > 1 << BITS:
         raise NotImplementedError(
@@ -98,12 +93,12 @@ def listed(ranges: Ranges, first: Array, last: Array, passing_blocks: int, queri
     nth = at - of(stops - counts, stay)
     passing = jnp.minimum(of(first, stay) + nth, passing_blocks - 1)
     q, k = (stay, passing) if queries_stay else (passing, stay)
-    listed = at < stops[:, -1:]
-    work = listed & (of(ranges.first, q) <= k) & (k < of(ranges.last, q))
+    some = at < stops[:, -1:]
+    work = some & (of(ranges.first, q) <= k) & (k < of(ranges.last, q))
     begun = of(ranges.whole_first, q) <= k
     kind = jnp.where(k < of(ranges.whole_last, q), WHOLE, jnp.where(of(ranges.stairs, q) == k, STAIRS, ENDS))
     kind = jnp.where(work, jnp.where(begun, kind, ANY_KEYS), NO_WORK)
-    flags = ((nth == 0) * FIRST | (nth == of(counts, stay) - 1) * LAST) * listed | kind << 2
+    flags = ((nth == 0) * FIRST | (nth == of(counts, stay) - 1) * LAST) * some | kind << 2
     return Worklist((stay << (BITS + FLAGS) | passing << FLAGS | flags).astype(jnp.int32), stops[:, -1].max())
 
 
