@@ -159,9 +159,7 @@ def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
 
 
 def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(out [B, T, H, V] in q's dtype, the state behind the last token): the products within each chunk, plus q times
-    the state before it.
-    """
+    """The products within each chunk, plus q times the state before it."""
     out = x.q.new_empty(x.v.shape)
     state = resolve(start)
     for n, tokens in enumerate(pieces(x)):
@@ -175,9 +173,7 @@ def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None)
 
 
 def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout: Tensor, dend: Deferred) -> Gradients:
-    """The gradients in the dtypes and shapes of their inputs, and that for the start state; `dend` is the gradient for
-    the end state.
-    """
+    """Chunk by chunk, from the last to the first."""
     dq, dk, dv, dg, dbeta = (None if t is None else t.new_empty(t.shape) for t in x[:5])
     assert dq is not None and dk is not None and dv is not None
     parts, dstate = pieces(x), resolve(dend)

@@ -14,9 +14,9 @@ Nothing here normalises k; with |k| <= 1 and beta in [0, 2] no map of the state 
 Every implementation is a `protocol.LinearKernel`, and must equal `recurrent`. Ranks exchange states between its calls:
 
     scan_states(x[, maps]) -> Scan                        the map of all tokens, unless `maps` is False
-    read_out(x, scan, start[, kept]) -> out, end          given the start state
+    read_out(x, scan, start[, kept]) -> out, end          given the start state; out [B, T, H, V] in q's dtype
     scan_gradients(x, dout[, maps]) -> Scan               the map from the end state's gradient to the start state's
-    gradients(x, scan, start, rscan, dout, dend) -> dq, dk, dv, dg, dbeta, dstart
+    gradients(x, scan, start, rscan, dout, dend) -> dq, dk, dv, dg, dbeta, dstart    in the inputs' dtypes and shapes
     states_shape(k, v) -> ShapeAndDtype                   of the states before all chunks
 
 The start state is the state before the first token, the end state the one behind the last token. One device alone

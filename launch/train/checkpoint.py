@@ -73,7 +73,10 @@ class Checkpoints:
                 continue
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name not in self.copies:
-                self.begins[name] = begins_at(tensor)
+                self.begins[name] = [0] * tensor.dim()
+                if isinstance(tensor, DTensor):
+                    place = tensor.shape, tensor.device_mesh, tensor.placements
+                    self.begins[name] = [*compute_local_shape_and_global_offset(*place)[1]]
                 self.copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             with torch.cuda.stream(side_stream):
                 self.copies[name].copy_(local, non_blocking=True)
@@ -139,13 +142,6 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     named = dict(model.named_parameters())
     moments = {f"{name}@{key}": x for name, weight in named.items() for key, x in optimizer.state[weight].items()}
     return {name: weight.detach() for name, weight in named.items()} | moments
-
-
-def begins_at(tensor: Tensor) -> list[int]:
-    """Where a rank's part begins in the whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return [0] * tensor.dim()
-    return [*compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]]
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> int:

@@ -93,9 +93,9 @@ SPAN = 8  # numbers of a block, one of them unused
 def spans(where: Intervals, length: int, config: Tile) -> Tensor:
     """For each block of keys: lo, hi, 0, head, turn, tail, count; the queries [lo, hi) see it, and are `count` tiles.
 
-    Tiles [0, head) and [tail, count) are masked. The middle starts at `turn`, and ends with the tiles before `turn`.
-    Blocks that run at the same time would otherwise load the same queries at the same time, which takes a tenth longer.
-    So each block starts one tile after the block before it. Under a causal mask they do so anyway, and turn is head.
+    Tiles [0, head) and [tail, count) are masked. The middle starts at `turn`, and ends with the tiles before `turn`, as
+    in `blocks.span`, without which it takes a tenth longer. Under a causal mask turn is head: blocks begin one tile
+    apart anyway.
     """
     cache, sizes = where.made, (length, config.queries, config.keys)
     if cache is not None and sizes in cache:

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels.total import Term
 from ringattn.kernels.triton import cdiv, launch, power_of_2
 
 TERMS = 16  # terms that one pass can add
-Term = tuple[Tensor, tuple[int, int], tuple[int, int]]  # of a gradient, for these half-open ranges of rows and heads
 
 
 @triton.jit

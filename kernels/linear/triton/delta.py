@@ -93,9 +93,7 @@ def scanned(x: Inputs, dout: Tensor | None) -> Scan:
 
 
 def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(out [B, T, H, V] in q's dtype, the state behind the last token): the products within each chunk, plus q times
-    the state before it.
-    """
+    """The products within each chunk, plus q times the state before it."""
     call = DeltaLaunches(x)
     saved = call.saved(scan, None, start)
     out = call.empty(*x.v.shape, dtype=x.q.dtype)
@@ -103,9 +101,6 @@ def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None)
 
 
 def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout: Tensor, dend: Deferred) -> Gradients:
-    """The gradients in the dtypes and shapes of their inputs, and that for the start state; `dend` is the gradient for
-    the end state.
-    """
     call = DeltaLaunches(x)
     saved = call.saved(rscan, dout, dend)
     states = scan

@@ -109,9 +109,7 @@ def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
 
 
 def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(out [B, T, H, V] in q's dtype, the state behind the last token): the products within each chunk, plus q times
-    the state before it.
-    """
+    """The products within each chunk, plus q times the state before it."""
     q, k = (of_values(t, x.v.shape[2], 2) for t in (x.q, x.k))
     call = Launches(k, x.v, x.g, x.begin)
     a = call.scores(q, k, scan.saved.strongest, x.scale)  # before the start state is needed, which may still travel
@@ -121,9 +119,6 @@ def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None)
 
 
 def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout: Tensor, dend: Deferred) -> Gradients:
-    """The gradients in the dtypes and shapes of their inputs, and that for the start state; `dend` is the gradient for
-    the end state.
-    """
     q, k = (of_values(t, x.v.shape[2], 2) for t in (x.q, x.k))
     call, strongest = Launches(k, x.v, x.g, x.begin), rscan.saved.strongest
     states = scan if isinstance(scan, Tensor) else call.states(k, x.v, scan.saved, resolve(start), 1.0, reverse=False)
