@@ -11,6 +11,12 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.models import hf
 
+SMALL = {  # a configuration
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
 
 def gradients(model) -> dict[str, torch.Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from hf_ranks import SMALL
 
 from ringattn.compat.ring_flash_attn import (
     restore_hf_flash_attn,
@@ -13,10 +14,6 @@ from ringattn.launch import processes
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
-}  # fmt: skip
 MODELS = {
     "Llama": {},
     "Mistral": {"sliding_window": 5},

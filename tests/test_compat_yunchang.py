@@ -109,12 +109,8 @@ def of_groups():
                 assert torch.equal(result, part(x, layout, *ranks, ring, ulysses))
                 return result
 
-            check(
-                results(module, given, mine, {"causal": True}),
-                truth,
-                mine,
-                f"{name}, ulysses {ulysses}, ring {ring}, rank {rank}",
-            )
+            where = f"{name}, ulysses {ulysses}, ring {ring}, rank {rank}"
+            check(results(module, given, mine, {"causal": True}), truth, mine, where)
     with pytest.raises(ValueError, match=f"rank=9, world_size=4: this is rank {rank} of 4"):
         compat.set_seq_parallel_pg(2, 2, 9, 4)
     case = Case("all", seq_len=T, kv_heads=4)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hf_ranks import gradients, on_each, same, trained
+from hf_ranks import SMALL, gradients, on_each, same, trained
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringattn as ra
@@ -18,11 +18,6 @@ from ringattn.models.hf.attention import Call, attend
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 peft = pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
 
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
 DELTA = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],

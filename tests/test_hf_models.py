@@ -1,15 +1,14 @@
 """The decoders that tested-models.md lists are the same over ranks: values and gradients, with packed documents."""
 
 import pytest
+from hf_ranks import SMALL
 
 from ringattn.launch import words
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "initializer_range": 0.3, "attention_dropout": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
+EXACT = {
+    **SMALL, "initializer_range": 0.3, "attention_dropout": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
     "embd_pdrop": 0.0, "dropout": 0.0, "hidden_dropout": 0.0, "hidden_dropout_prob": 0.0, "layerdrop": 0.0,
     "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0,
 }  # fmt: skip
@@ -67,6 +66,6 @@ MODELS = {
 def test_a_listed_model_is_the_same_over_ranks(tmp_path, kind):
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    given = {name: value for name, value in {**SMALL, **MODELS[kind]}.items() if value is not None}
+    given = {name: value for name, value in {**EXACT, **MODELS[kind]}.items() if value is not None}
     transformers.AutoConfig.for_model(kind, **given).save_pretrained(tmp_path)
     assert words.main(["verify", f"model={tmp_path}", "ranks=2", "tokens=97", "docs=3"]) == 0

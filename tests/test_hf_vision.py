@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hf_ranks import on_each, same, trained
+from hf_ranks import SMALL, on_each, same, trained
 from torch.nn import functional as F
 
 import ringattn as ra
@@ -16,11 +16,7 @@ from ringattn.models.hf.choice import attention_of
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 
 T, IMAGE = 29, 60  # a prime, and the id of an image's tokens
-TEXT = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "initializer_range": 0.2,
-}  # fmt: skip
+TEXT = {**SMALL, "initializer_range": 0.2}
 TOWER = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 7, "initializer_range": 0.2,

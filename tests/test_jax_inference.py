@@ -163,18 +163,6 @@ def test_rows_of_different_lengths_and_forks():
     assert np.allclose(out, expected[rows, at].repeat_interleave(3, 0), atol=1e-5)
 
 
-def test_sinks_take_part():
-    tensors, sinks = draw(T=12), torch.linspace(-1, 1, 4)
-    expected = ra.attention(*(x.double() for x in tensors), sinks=sinks.double())
-    q, k, v = (jnp.asarray(x.numpy()) for x in tensors)
-    cache = cache_of(k, v, ring=2, chunk=11)
-    mine = [cache.plan.shard(x[:, :11]) for x in (q, k, v)]
-    out, cache = ra.prefill(*mine, cache.plan, cache, sinks=jnp.asarray(sinks.numpy()))
-    last, _ = ra.decode(*(x[:, 11:] for x in (q, k, v)), cache, sinks=jnp.asarray(sinks.numpy()))
-    found = np.concatenate([cache.plan.unshard(out), last], 1)
-    assert np.allclose(found, expected, atol=1e-5)
-
-
 def test_traced_lengths_never_show_a_token_what_is_not_there():
     """What does not fit attends to nothing, and to take back makes no row longer."""
     tensors, spec = draw(T=10), ra.AttentionSpec(window=2**40)

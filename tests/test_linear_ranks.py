@@ -24,9 +24,10 @@ from ringattn.plans.machine import load
 from ringattn.plans.plan import Plan
 from ringattn.plans.segments import WAYS, choose, layouts, order, segments
 from ringattn.torch.linear import call as linear
+from ringattn.torch.linear.halo import causal_convolution
 from ringattn.torch.linear.states import Passage
 from ringattn.torch.sharding import summed
-from tests.cases import B, H, K, V, check_processes, docs_of, inputs, on_threads, worst
+from tests.cases import B, H, K, V, check_processes, docs_of, inputs, on_threads, states_of, worst
 from tests.cases import check as check_found
 from tests.cases import linear as linear_call
 
@@ -108,6 +109,8 @@ def test_equals_the_recurrence_over_gloo(ranks, meshes):
         partial(linear_call, place, "channel", lengths, T, scan=scan)
         for place, lengths, scan in product(places, (None, PACKED), WAYS)
     ]
+    of_documents = {"beta": True, "states": states_of(PACKED)}  # each goes on from its own state
+    calls += [partial(linear_call, place, "channel", PACKED, T, **of_documents) for place in places]
     check_processes(ranks, calls, 1e-10)
 
 
@@ -228,11 +231,12 @@ def test_relays_and_sums_over_gloo():
 
 
 def call(plan: Plan | None, x: Tensor, again: bool = False) -> Tensor:
-    """A small model's loss: projections, linear attention, what comes out once more."""
+    """A small model's loss: projections, a convolution, linear attention, what comes out once more."""
 
     def body(x: Tensor) -> Tensor:
         q, k, v, g = (x * n for n in (1.0, 0.5, 2.0, 0.25))
         gate, how = nn.functional.logsigmoid(g), {"return_state": True, "docs": DOCS}
+        v = causal_convolution(v.flatten(2), v.new_ones(8, 3), plan, docs=DOCS).unflatten(2, (2, 4))
         out, end = ra.linear_attention(q, k, v, gate, plan, **how)
         more, last = ra.linear_attention(
             q, nn.functional.normalize(k, dim=-1), v, gate, plan, beta=-gate[..., 0], **how

@@ -1,6 +1,5 @@
 """One state a document: packed documents begin with their own states, and return what is behind each, over ranks."""
 
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,7 +15,7 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.plans.segments import WAYS
 from ringattn.torch.linear.documents import TOKENS_PER_LEVEL, row_length
-from tests.cases import LEAVES, B, check_processes, docs_of, inputs, linear, on_threads, states_of
+from tests.cases import LEAVES, B, docs_of, inputs, linear, on_threads, states_of
 from tests.cases import check as check_found
 
 T = 61  # a prime: no number of ranks divides it
@@ -78,16 +77,6 @@ def test_a_state_travels_only_where_a_document_goes_on_on_another_rank(lengths):
             earlier = any(a < y < b and y <= start for a, b in met for _, y in held[s])  # gradients go back there
             expected[r] += size * (later + earlier)
     assert list(sent) == expected and any(sent) == (lengths != [16] * 8)
-
-
-@pytest.mark.slow
-def test_every_document_goes_on_from_its_own_state_over_gloo():
-    calls = [
-        partial(linear, (*sizes, "auto"), "channel", lengths, T, scan=scan, beta=beta, states=states_of(lengths))
-        for *sizes, scan in ((4, 1, "ring"), (2, 2, "gather"), (1, 4, "auto"))
-        for lengths, beta in ((PACKED, False), (LENGTHS["nearly_all_padding"], True))
-    ]
-    check_processes(4, calls, 1e-10)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

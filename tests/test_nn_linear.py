@@ -6,13 +6,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.launch.processes import run as run_processes
 from ringattn.models.linear import LinearLayer
 from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
 from ringattn.plans.plan import Plan
@@ -147,31 +145,6 @@ def test_a_stream_gives_what_forward_gives(ring, ulysses, place, kind, choices):
 
     for out in run(one_rank, ring=ring, ulysses=ulysses):
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-
-
-def compiled_and_not() -> list[np.ndarray]:
-    plan = None
-    if dist.is_initialized():
-        plan = ra.plan(ra.init_mesh(ring=dist.get_world_size(), device_type="cpu"), seq_len=T, layout="zigzag")
-    x, made = data()[0], layer(convolution=4)
-    x = (x if plan is None else plan.shard(x)).requires_grad_()
-    docs = ra.Docs.from_lengths([20, 25])
-    results = []
-    for call in (made, torch.compile(made, fullgraph=True, backend="aot_eager")):
-        made.zero_grad()
-        out = call(x, plan, docs=docs)
-        out.square().sum().backward()
-        results += [out.detach().numpy(), *(p.grad.numpy() for p in made.parameters())]
-    return results
-
-
-@pytest.mark.slow
-def test_compile_fullgraph():
-    torch._dynamo.reset()
-    for results in (compiled_and_not(), *run_processes(compiled_and_not, 2)):
-        half = len(results) // 2
-        for a, b in zip(results[:half], results[half:], strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
 def hops(plan: Plan) -> int:

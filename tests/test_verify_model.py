@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_ranks import SMALL
 
 from ringattn.launch import words
 from ringattn.launch.verify import model as verify
@@ -13,11 +14,6 @@ from tests.launched import launched
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
-}  # fmt: skip
-
 MORE = {
     "Qwen2": {}, "Gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 8},
     "GptOss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
