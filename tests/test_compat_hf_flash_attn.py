@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hf_ranks import SMALL
+from hf_ranks import SMALL, gradients
 
 from ringattn.compat.ring_flash_attn import (
     restore_hf_flash_attn,
@@ -44,34 +44,29 @@ def positions():
     return torch.cat([torch.arange(n) for n in LENGTHS])[None]
 
 
-def gradients(model):
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-
-
-def spread(name):
-    """One rank as a script for ring_flash_attn has it."""
-    group, rank = dist.new_group([0, 1]), dist.get_rank()
+def spread():
+    """One rank as a script for ring_flash_attn has it: logits and gradients of each model."""
+    group, rank, results = dist.new_group([0, 1]), dist.get_rank(), []
     substitute_hf_flash_attn(group, 1)
     update_ring_flash_attn_params(CU, group)
-    model = build(name, "flash_attention_2")
-    ids, at, w = (x.chunk(2, 1)[rank] for x in (tokens(), positions(), weights()))
-    logits = model(input_ids=ids, position_ids=at, use_cache=False).logits
-    (logits * w).sum().backward()
-    return logits.detach(), gradients(model)
+    for model in (build(name, "flash_attention_2") for name in MODELS):
+        ids, at, w = (x.chunk(2, 1)[rank] for x in (tokens(), positions(), weights()))
+        logits = model(input_ids=ids, position_ids=at, use_cache=False).logits
+        (logits * w).sum().backward()
+        results.append((logits.detach(), gradients(model)))
+    return results
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_and_every_gradient_are_those_of_one_rank(name):
-    results = processes.run(spread, 2, name)
-    model = build(name, "eager")
-    documents = zip(tokens().split(LENGTHS, 1), weights().split(LENGTHS, 1), strict=True)
-    expected = []
-    for ids, w in documents:
-        expected.append(model(ids, use_cache=False).logits)
-        (expected[-1] * w).sum().backward()
-    torch.testing.assert_close(torch.cat([x for x, _ in results], 1), torch.cat(expected, 1), rtol=1e-5, atol=1e-5)
-    for weight, gradient in gradients(model).items():
-        torch.testing.assert_close(sum(g[weight] for _, g in results), gradient, rtol=1e-4, atol=1e-5)
+def test_logits_and_every_gradient_are_those_of_one_rank():
+    for name, *results in zip(MODELS, *processes.run(spread, 2), strict=True):
+        model, expected = build(name, "eager"), []
+        for ids, w in zip(tokens().split(LENGTHS, 1), weights().split(LENGTHS, 1), strict=True):
+            expected.append(model(ids, use_cache=False).logits)
+            (expected[-1] * w).sum().backward()
+        torch.testing.assert_close(torch.cat([x for x, _ in results], 1), torch.cat(expected, 1), rtol=1e-5, atol=1e-5)
+        for weight, gradient in gradients(model).items():
+            total, of = sum(g[weight] for _, g in results), f"{name}, {weight}"
+            torch.testing.assert_close(total, gradient, rtol=1e-4, atol=1e-5, msg=lambda m, of=of: f"{of}: {m}")
 
 
 def refused():

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hf_ranks import SMALL, gradients, on_each, same, trained
+from hf_ranks import DELTA, SMALL, gradients, on_each, same, trained
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringattn as ra
@@ -18,10 +18,6 @@ from ringattn.models.hf.attention import Call, attend
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 peft = pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
 
-DELTA = {
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
 MODELS = {
     "Llama": {},
     "Qwen2": {},

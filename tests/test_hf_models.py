@@ -1,7 +1,7 @@
 """The decoders that tested-models.md lists are the same over ranks: values and gradients, with packed documents."""
 
 import pytest
-from hf_ranks import SMALL
+from hf_ranks import DELTA, SMALL
 
 from ringattn.launch import words
 
@@ -20,10 +20,6 @@ LATENT = {
     "first_k_dense_replace": 1, "head_dim": None,
 }  # fmt: skip
 MIXED = {"layer_types": ["linear_attention", "full_attention"]}
-DELTA = {
-    **MIXED, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}  # fmt: skip
 KIMI = {**MIXED, "linear_num_heads": 4, "linear_head_dim": 8, "mlp_layer_types": ["dense", "sparse"]}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hf_ranks import SMALL, on_each, same, trained
+from hf_ranks import DELTA, SMALL, on_each, same, trained
 from torch.nn import functional as F
 
 import ringattn as ra
@@ -26,12 +26,6 @@ QWEN_TOWER = {
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
 IDS = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
-DELTA = {
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-
-
 PREFIXED = {
     "vision_config": {**TOWER, "patch_size": 14, "vision_use_head": False}, "image_token_index": IMAGE,
     "projection_dim": 32,

@@ -9,13 +9,9 @@ jnp = jax.numpy
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
+from tests.test_cache import draw  # noqa: E402
 
 LIMIT = 2e-6
-
-
-def draw(B=2, T=61, H=4, G=2, D=8, V=8):
-    g = torch.Generator().manual_seed(0)
-    return [torch.randn(B, T, h, d, generator=g) for h, d in ((H, D), (G, D), (G, V))]
 
 
 def cache_of(k, v, ring=1, ulysses=1, layout="auto", block=4, chunk=8, **given):
