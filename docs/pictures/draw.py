@@ -23,7 +23,7 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.linear import chunkwise
 from ringattn.launch.commands.plot import INK, RANKS, STYLE, bars, panels, read, save
 from ringattn.layouts.layout import LAYOUTS, Layout
-from ringattn.masks.bands import all_bands, bounds_at, families, joined
+from ringattn.masks.bands import all_bands, bounds_at, families
 from ringattn.masks.slices import Mask
 from ringattn.masks.spec import AttentionSpec, Docs
 from ringattn.plans.cost import seen_pairs
@@ -153,9 +153,8 @@ def layouts() -> Figure:
         begin, end = bounds_at(*families(AttentionSpec(), T), np.arange(T))
         for t, color in enumerate(RANKS[i] for i in owner):
             mask.add_patch(Rectangle((t, -1.6), 1, 1.1, fc=color, ec="white", lw=1))
-            mask.text(
-                t + 0.5, -1.02, str(owner[t]), ha="center", va="center", color=DIGIT.get(color, "white"), fontsize=8
-            )
+            digit = DIGIT.get(color, "white")
+            mask.text(t + 0.5, -1.02, str(owner[t]), ha="center", va="center", color=digit, fontsize=8)
             mask.add_patch(Rectangle((begin[0, t], t), end[0, t] - begin[0, t], 1, fc=color, ec="white", lw=0.6))
         timeline(time, Layout(name, 4096, ring), AttentionSpec())
     axes[0][0].set_ylabel("queries")
@@ -210,8 +209,7 @@ def timeline(ax: Axes, layout: Layout, spec: AttentionSpec) -> None:
                 ax.add_patch(Rectangle((start, rank + 0.1), width, 0.8, fc=color, ec="white", lw=1))
         start += work.max()
     ax.axvline(1, color=INK, lw=0.8, ls=":")
-    ax.set(xlim=(0, 1.8), ylim=(ring, 0), yticks=np.arange(ring) + 0.5, xticks=[0, 1])
-    ax.set_yticklabels([str(r) for r in range(ring)])
+    ax.set(xlim=(0, 1.8), ylim=(ring, 0), yticks=np.arange(ring) + 0.5, yticklabels=range(ring), xticks=[0, 1])
     ax.tick_params(left=False)
     ax.set_xlabel(f"4 steps take {start:.2f} x the ideal time")
 
@@ -227,9 +225,9 @@ def ring() -> Figure:
     figure, axes = panels(1, len(kinds), 10, 3.9, wspace=0.12)
     for ax, (title, name, spec) in zip(axes[0], kinds, strict=True):
         layout = Layout(name, T, size)
-        begin, end = bounds_at(*families(spec, T), np.arange(T))
+        mask = bounds_at(*families(spec, T), np.arange(T))
         shards = [layout.shard(r) for r in range(size)]
-        table = build(seen(joined([one for (one,) in families(spec, T)]), shards, shards), size)
+        table = build(seen(all_bands(spec, T, T), shards, shards), size)
         blank(ax, size * dx, size * dy)
         ax.set_title(title, pad=30)
         for i, d in enumerate(table.distances):
@@ -239,7 +237,8 @@ def ring() -> Figure:
                 phase, at = steps_of(table, shards, rank)[i].phase, (rank * dx, d * dy)
                 color = RANKS[phase.block] if phase.held else "#888888"
                 text = f"keys {phase.block}" if phase.held else "not sent"
-                meet(ax, at, (begin[0], end[0]), layout.positions(rank), layout.positions(phase.block), color)
+                sides = [np.searchsorted(layout.positions(phase.block), x[0, layout.positions(rank)]) for x in mask]
+                meet(ax, at, list(zip(*(x.tolist() for x in sides), strict=True)), color)
                 ax.text(at[0] + 0.5, at[1] - 0.04, text, ha="center", va="bottom", fontsize=7, color=color)
         for d in set(range(size)) - set(table.distances):
             ax.text(size * dx / 2 - 0.1, d * dy + 0.5, "no step: nobody sees anything", ha="center", va="center")
@@ -248,20 +247,11 @@ def ring() -> Figure:
     return figure
 
 
-def meet(
-    ax: Axes,
-    at: tuple[float, float],
-    mask: tuple[np.ndarray, np.ndarray],
-    queries: np.ndarray,
-    keys: np.ndarray,
-    color: str,
-) -> None:
-    """A unit square: a shard's queries down, the visiting keys across, the pairs that are seen in colour."""
-    (x, y), (begin, end), n = at, mask, len(keys)
+def meet(ax: Axes, at: tuple[float, float], intervals: list[tuple[int, int]], color: str) -> None:
+    """A unit square: a shard's queries down, as many visiting keys across; in colour the keys that each query sees."""
+    (x, y), n, t = at, len(intervals), 0
     ax.add_patch(Rectangle((x, y), 1, 1, fc=PAPER, ec=FAINT, lw=0.8))
-    local = [(int(np.searchsorted(keys, begin[q])), int(np.searchsorted(keys, end[q]))) for q in queries]
-    t = 0
-    for (low, high), rows in groupby(local):
+    for (low, high), rows in groupby(intervals):
         height = len(list(rows))
         if high > low:
             ax.add_patch(Rectangle((x + low / n, y + t / n), (high - low) / n, height / n, fc=color, lw=0))
@@ -299,8 +289,8 @@ def linear() -> Figure:
     figure, ((left, right),) = panels(1, 2, 9.5, 3.1, width_ratios=[1, 1.7], wspace=0.08)
     grid(left, T, T, "which product a pair of tokens is in")
     gates = torch.zeros(1, T, 1, 1)
-    halves = [after.shape[-2] for after, _ in chunkwise.decays(gates, gates, None).cuts]
-    for h in (h for h in halves if h < chunk):
+    halves = [h for after, _ in chunkwise.decays(gates, gates, None).cuts if (h := after.shape[-2]) < chunk]
+    for h in halves:
         for start in range(h, T, 2 * h):
             left.add_patch(Rectangle((start - h, start), h, h, fc=RANKS[halves.index(h)], ec="white", lw=0.5))
     for t in range(T):
@@ -308,9 +298,7 @@ def linear() -> Figure:
     left.add_patch(Rectangle((0, chunk), chunk, T - chunk, fc=FAINT, lw=0))
     left.text(chunk / 2, T * 0.75, "by way of\nthe state", ha="center", va="center")
     left.set(xlabel="keys", ylabel="queries")
-    cuts = [
-        Patch(color=RANKS[i], label=f"{h} tokens on either side of a cut") for i, h in enumerate(halves) if h < chunk
-    ]
+    cuts = [Patch(color=RANKS[i], label=f"{h} tokens on either side of a cut") for i, h in enumerate(halves)]
     left.legend(
         handles=[*cuts, Patch(color=INK, label="itself")], loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=7
     )
@@ -371,9 +359,8 @@ def timelines() -> Figure:
         spans = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
         began = min(e["ts"] for e in spans)
         for e in spans:
-            ax.broken_barh(
-                [((e["ts"] - began) / 1e3, e["dur"] / 1e3)], (1 - e["tid"] + 0.1, 0.8), color=RANKS[e["tid"]]
-            )
+            span = (e["ts"] - began) / 1e3, e["dur"] / 1e3
+            ax.broken_barh([span], (1 - e["tid"] + 0.1, 0.8), color=RANKS[e["tid"]])
         ended = max(e["ts"] + e["dur"] for e in spans) - began
         ax.set_title(f"{title}: {ended / 1e3:.1f} ms", loc="left")
         ax.set(xlim=(0, 20.5), ylim=(0, 2), yticks=[0.5, 1.5], yticklabels=["hops", "attention"])
