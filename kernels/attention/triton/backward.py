@@ -34,7 +34,7 @@ from ringattn.kernels.attention.triton.stats import stats_of
 from ringattn.kernels.attention.triton.table import Table, Tile
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.rows import EVERY, NO_SUMS, Rows
-from ringattn.kernels.triton import Kept, Launch, cdiv, cells, launch, ready
+from ringattn.kernels.triton import Kept, Launch, cdiv, launch, ready
 
 
 @triton.jit
@@ -164,10 +164,8 @@ def dkdv_kernel(
         if lo >= hi:
             return
     last = tl.minimum(tl.load(end_ptr + T - 1, mask=T > 0, other=0), S)
-    k, inside = cells(k_ptr + b * k_st[0] + g * k_st[2], first, last, 0, k_st[1], k_st[3], KEYS, D, WIDTH_D)
-    k = tl.load(k, mask=inside, other=0.0)
-    v, inside = cells(v_ptr + b * v_st[0] + g * v_st[2], first, last, 0, v_st[1], v_st[3], KEYS, V, WIDTH_V)
-    v = tl.load(v, mask=inside, other=0.0)
+    k = tile(k_ptr + b * k_st[0] + g * k_st[2], first, last, k_st[1], k_st[3], KEYS, D, WIDTH_D, False)
+    v = tile(v_ptr + b * v_st[0] + g * v_st[2], first, last, v_st[1], v_st[3], KEYS, V, WIDTH_V, False)
 
     q_src = q_ptr + b * q_st[0] + g * R * q_st[2]
     dout_src = dout_ptr + b * dout_st[0] + g * R * dout_st[2]
@@ -245,11 +243,9 @@ def dq_kernel(
     if ADD:  # noqa: SIM102
         if lo >= hi:
             return
-    q, inside = cells(q_ptr + b * q_st[0] + h * q_st[2], first, T, 0, q_st[1], q_st[3], QUERIES, D, WIDTH_D)
-    q = tl.load(q, mask=inside, other=0.0)
+    q = tile(q_ptr + b * q_st[0] + h * q_st[2], first, T, q_st[1], q_st[3], QUERIES, D, WIDTH_D, False)
     dout = dout_ptr + b * dout_st[0] + h * dout_st[2]
-    dout, inside = cells(dout, first, T, 0, dout_st[1], dout_st[3], QUERIES, V, WIDTH_V)
-    dout = tl.load(dout, mask=inside, other=0.0)
+    dout = tile(dout, first, T, dout_st[1], dout_st[3], QUERIES, V, WIDTH_V, False)
     stats = stats_ptr + (b * H + h) * 2 * room + rows
     lse = tl.load(stats, mask=rows < T, other=float("inf"))
     delta = tl.load(stats + room, mask=rows < T, other=0.0)

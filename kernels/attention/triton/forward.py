@@ -22,7 +22,7 @@ from ringattn.kernels.attention.triton.blocks import (
 from ringattn.kernels.attention.triton.table import Table
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
-from ringattn.kernels.triton import LN2, LOG2E, Kept, Launch, cdiv, cells, ready
+from ringattn.kernels.triton import LN2, LOG2E, Kept, Launch, cdiv, ready
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -65,8 +65,7 @@ def forward_kernel(
         if lo >= hi:
             return
 
-    q, inside = cells(q_ptr + b * q_st[0] + h * q_st[2], first, T, 0, q_st[1], q_st[3], QUERIES, D, WIDTH_D)
-    q = tl.load(q, mask=inside, other=0.0)
+    q = tile(q_ptr + b * q_st[0] + h * q_st[2], first, T, q_st[1], q_st[3], QUERIES, D, WIDTH_D, False)
     at = rows.to(tl.int64)
     if CARRY:
         old = old_lse_ptr + b * old_lse_st[0] + at * old_lse_st[1] + h * old_lse_st[2]
@@ -74,8 +73,7 @@ def forward_kernel(
         m = lse.to(tl.float32)
         sum = tl.where(m == float("-inf"), 0.0, 1.0)
         old = old_out_ptr + b * old_out_st[0] + h * old_out_st[2]
-        old, inside = cells(old, first, T, 0, old_out_st[1], old_out_st[3], QUERIES, V, WIDTH_V)
-        acc = tl.load(old, mask=inside, other=0.0).to(tl.float32)
+        acc = tile(old, first, T, old_out_st[1], old_out_st[3], QUERIES, V, WIDTH_V, False).to(tl.float32)
         if old_lse_ptr.dtype.element_ty == tl.float64:  # the part of the lse that float32 rounds away
             sum = tl.exp2((lse - tl.where(m == float("-inf"), 0.0, m)).to(tl.float32))
             acc *= sum[:, None]
