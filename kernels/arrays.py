@@ -40,7 +40,9 @@ def accumulator(x: Array) -> Any:
 
 
 def in_sums(tree: Any) -> Any:
-    """The same JAX arrays in the dtypes of sums."""
+    """The same tensor, or the same JAX arrays, in the dtypes of sums."""
+    if is_torch(tree):
+        return tree.to(accumulator(tree))
     import jax
 
     return jax.tree.map(lambda x: x.astype(accumulator(x)), tree)

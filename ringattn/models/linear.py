@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ringattn import api
 from ringattn.check.arguments import head_size, of_arguments, of_sizes
 from ringattn.check.attention import of_packed
-from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.arrays import in_sums
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.kernels.linear.recurrent import few_tokens
 from ringattn.masks.spec import Docs, raise_if, whole
@@ -51,11 +51,6 @@ def check_stream(x: Tensor, d_model: int, rows: int | None, plan: Plan | None = 
         )
     if rows is not None and len(x) != rows:
         raise ValueError(f"x has {len(x)} batch rows, the sequence so far {rows}; reset() first")
-
-
-def exact(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if it has that."""
-    return x.to(accumulator(x))
 
 
 def convolved(
@@ -191,7 +186,7 @@ class GatedLinearAttention(LinearLayer):
         self.norm = nn.GroupNorm(heads, values)  # a group is a head
 
     def gates(self, x_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        g = F.logsigmoid(exact(self.up(self.down(x_BTC)))) / TEMPERATURE
+        g = F.logsigmoid(in_sums(self.up(self.down(x_BTC)))) / TEMPERATURE
         return g.unflatten(-1, (self.heads, -1)) if self.gate == "channel" else g, None
 
     def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
@@ -226,13 +221,13 @@ class GatedDeltaNet(LinearLayer):
         self.swish = nn.Linear(d_model, heads * self.value_dim, bias=False)
 
     def gates(self, x_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        g = F.softplus(exact(self.decay(x_BTC)) + exact(self.bias)).unflatten(-1, (self.heads, -1))
-        g = -g * exact(self.log_rate).exp()[:, None]
-        return g[..., 0] if g.shape[3] == 1 else g, exact(self.beta(x_BTC)).sigmoid()
+        g = F.softplus(in_sums(self.decay(x_BTC)) + in_sums(self.bias)).unflatten(-1, (self.heads, -1))
+        g = -g * in_sums(self.log_rate).exp()[:, None]
+        return g[..., 0] if g.shape[3] == 1 else g, in_sums(self.beta(x_BTC)).sigmoid()
 
     def by_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().by_heads(mixed)
-        q, k = (x * torch.rsqrt(exact(x).square().sum(-1, keepdim=True) + 1e-6).to(x.dtype) for x in (q, k))
+        q, k = (x * torch.rsqrt(in_sums(x).square().sum(-1, keepdim=True) + 1e-6).to(x.dtype) for x in (q, k))
         return q, k, v
 
     def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:

@@ -76,12 +76,10 @@ class Saved(NamedTuple):
 
 
 def scan_states(x: Inputs, maps: bool = True) -> Scan:
-    """The map of the state by all tokens."""
     return scanned(x, None) if maps else Scan(None)
 
 
 def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
-    """The map from the gradient for the state behind the last token to that for the state before the first one."""
     return scanned(x, dout) if maps else Scan(None)
 
 
@@ -93,7 +91,6 @@ def scanned(x: Inputs, dout: Tensor | None) -> Scan:
 
 
 def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The products within each chunk, plus q times the state before it."""
     call = DeltaLaunches(x)
     saved = call.saved(scan, None, start)
     out = call.empty(*x.v.shape, dtype=x.q.dtype)
@@ -176,8 +173,7 @@ class DeltaLaunches(gated.Launches):
     def saved(self, scan: Scan, dout: Tensor | None, first: Deferred) -> Saved:
         """What the scan saved, or what it would have, as far as it is needed; with dout, a scan of gradients."""
         if scan.saved is not None:
-            saved: Saved = scan.saved
-            return saved
+            return scan.saved
         return self.of_segments(self.prepare(gradients=dout is not None), dout, first)
 
     def of_segments(self, p: Prepared, dout: Tensor | None, first: Deferred) -> Saved:

@@ -98,7 +98,6 @@ def scan_states(x: Inputs, maps: bool = True) -> Scan:
 
 
 def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
-    """The map from the gradient for the state behind the last token to that for the state before the first one."""
     q = of_values(x.q, x.v.shape[2], 2)
     return Launches(q, dout, x.g, x.begin).scan(q, dout, x.scale, reverse=True)
 
@@ -109,7 +108,6 @@ def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
 
 
 def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The products within each chunk, plus q times the state before it."""
     q, k = (of_values(t, x.v.shape[2], 2) for t in (x.q, x.k))
     call = Launches(k, x.v, x.g, x.begin)
     a = call.scores(q, k, scan.saved.strongest, x.scale)  # before the start state is needed, which may still travel

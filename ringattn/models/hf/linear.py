@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn import api
+from ringattn.kernels.arrays import in_sums
 from ringattn.kernels.linear.maps import Inputs
 from ringattn.models.hf.attention import Call, needed
-from ringattn.models.linear import continued, convolved, exact
+from ringattn.models.linear import continued, convolved
 from ringattn.torch.linear.halo import causal_convolution
 from ringattn.torch.sharding import own_positions
 
@@ -49,7 +50,7 @@ def delta_rule(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Gated DeltaNet (g [B, T, H]) and Kimi Delta Attention (g [B, T, H, K]): q, k [B, T, G, K], v [B, T, H, V]."""
     if use_qk_l2norm_in_kernel:
-        query, key = ((exact(x) * torch.rsqrt(exact(x).square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
+        query, key = ((in_sums(x) * torch.rsqrt(in_sums(x).square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
                       for x in (query, key))  # fmt: skip
     return attended(needed(ringattn, LAYER), layer, query, key, value, g, beta, key.shape[-1] ** -0.5), None
 
@@ -63,10 +64,10 @@ def mamba2(
     """Mamba-2: values x dt [B, T, H, V], log decays A dt, keys B and queries C [B, T, G, K], and x D added."""
     if z is not None:
         raise ValueError("a Mamba-2 layer gates inside of its scan (z), which is not supported over ranks")
-    x, dt = hidden_states, exact(dt if dt_bias is None else dt + dt_bias.to(dt.dtype))
+    x, dt = hidden_states, in_sums(dt if dt_bias is None else dt + dt_bias.to(dt.dtype))
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    v = (exact(x) * dt[..., None]).to(x.dtype)
-    out = attended(needed(ringattn, LAYER), layer, C.to(x.dtype), B.to(x.dtype), v, exact(A) * dt, None, 1.0)
+    v = (in_sums(x) * dt[..., None]).to(x.dtype)
+    out = attended(needed(ringattn, LAYER), layer, C.to(x.dtype), B.to(x.dtype), v, in_sums(A) * dt, None, 1.0)
     return out if D is None else out + x * D[:, None]
 
 
