@@ -74,10 +74,8 @@ def floor(options: Options, case: Case) -> dict[str, float]:
     """Milliseconds of each mode with as much work as a rank has, and no communication."""
     less, linear = case.alone(options.ranks), options.rule != "softmax"
     share = 1.0 if linear else case.pairs / less.pairs / options.ranks
-    plan = (
-        ra.plan(seq_len=case.tokens // options.ranks) if linear else ra.plan(seq_len=less.tokens, kernel=options.kernel)
-    )
-    calls = passes_of(options, plan, {} if linear else less.asked, options.kernel)
+    tokens, kernel = (case.tokens // options.ranks, "auto") if linear else (less.tokens, options.kernel)
+    calls = passes_of(options, ra.plan(seq_len=tokens, kernel=kernel), {} if linear else less.asked, options.kernel)
     return {mode: timed(calls[mode], options) * share for mode in FLOPS}
 
 

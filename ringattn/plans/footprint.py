@@ -98,12 +98,8 @@ def peak(
     item, batch, groups = shape.itemsize, shape.batch, plan.groups_for(shape) if plan.swaps else 1
     heads, kv_heads = heads_of_group(shape.heads, shape.kv_heads, plan.ulysses, groups)
     shared = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) < groups
-    both, n, keys, local = (
-        shape.head_dim + shape.value_dim,
-        plan.tokens.shard_len,
-        plan.keys.tokens.shard_len,
-        plan.local_len,
-    )
+    n, keys, local = plan.tokens.shard_len, plan.keys.tokens.shard_len, plan.local_len
+    both = shape.head_dim + shape.value_dim
     each = Sizes(
         n, keys, batch * heads * shape.head_dim * item, batch * heads * shape.value_dim * item,
         batch * kv_heads * both * item, batch * heads * both * item, batch * heads * 4, max(1.0, 4 / item),

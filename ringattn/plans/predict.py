@@ -119,11 +119,11 @@ class Pass:
         heads = sum(of_heads(shape, ulysses, (plan.local_len, plan.keys.local_len))) / ulysses
         self.heads = heads * (local - 1), heads * (ulysses - local)  # bytes of exchanges, within hosts and between
         self.groups = plan.groups_for(shape) if plan.swaps else 1
-        gathers = plan.strategy == "gather" and plan.ring > 1
+        self.gathers = plan.strategy == "gather" and plan.ring > 1  # all keys are there in one step
         self.start = (machine.replay if self.replays else machine.start)[back]
         exchange = 0.0 if self.replays else machine.exchange
         self.first = self.start + exchange * plan.swaps  # when the first kernel runs: an exchange precedes it
-        self.exchanges = exchange * (2 * (ulysses > 1) + (1 + back) * gathers)  # heads enter and leave
+        self.exchanges = exchange * (2 * (ulysses > 1) + (1 + back) * self.gathers)  # heads enter and leave
         eager = plan.framework == "torch" and plan.ring * ulysses > 1 and not self.replays  # else one launch for all
         self.step = eager * (machine.step[back] + machine.library * rates.low_precision)
 
@@ -165,13 +165,12 @@ def arrivals(steps: Steps, machine: Machine, token_bytes: np.ndarray, plan: Plan
     return (np.maximum(np.cumsum(near, 1), np.cumsum(far, 1)) + late) * some
 
 
-def one_pass(plan: Plan, shape: Shape, steps: Steps, machine: Machine, each: Pass, back: bool) -> Spent:
+def one_pass(plan: Plan, shape: Shape, steps: Steps, machine: Machine, each: Pass) -> Spent:
     ranks = plan.ring * plan.ulysses
-    gathers = plan.strategy == "gather" and plan.ring > 1  # all keys are there in one step
-    pairs = steps.pairs.sum(1, keepdims=True) if gathers else steps.pairs
+    pairs = steps.pairs.sum(1, keepdims=True) if each.gathers else steps.pairs
     work = each.seconds(pairs) * machine.crowd(ranks)
     (near, far), keys = each.heads, [0.0, 0.0]
-    if gathers:
+    if each.gathers:
         near, far = (a + b for a, b in zip((near, far), gathered_bytes(plan, machine, each), strict=True))
         seconds = float(work.max())
     else:
@@ -203,7 +202,7 @@ def predict(
     both = []
     for back in (False, True):
         steps, each = course(ring, plan.together(shape, back)), Pass(plan, shape, spec, docs, machine, rates, back)
-        both.append(one_pass(plan, shape, steps, machine, each, back))
+        both.append(one_pass(plan, shape, steps, machine, each))
     work = steps.pairs.sum(1)
     mostly_local = see_mostly_local(spec, docs, shape.batch, plan.tokens.shard_len)
     count = partial(peak, plan, shape, steps, rates.kernel, rates.low_precision, mostly_local, each.replays)

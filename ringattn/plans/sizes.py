@@ -3,8 +3,7 @@
 from typing import Any
 
 from ringattn.comms.axis import TRANSPORTS
-from ringattn.masks.numeric import MAX_SIZE
-from ringattn.masks.spec import whole
+from ringattn.masks.numeric import MAX_SIZE, of_choice, raise_if, whole
 from ringattn.masks.values import Value
 from ringattn.plans.cost import heads_of_group, may_group
 
@@ -89,7 +88,5 @@ class Transport(Value):
     def __post_init__(self) -> None:
         for name in ("hosts", "together", "groups"):
             object.__setattr__(self, name, size_of(name, getattr(self, name)))
-        named = {"route": ROUTES, "by": TRANSPORTS[1:], "grads": GRADS}
-        for name, choices in named.items():
-            if getattr(self, name) not in ("auto", *choices):
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of auto, {', '.join(choices)}")
+        for name, choices in {"route": ROUTES, "by": TRANSPORTS[1:], "grads": GRADS}.items():
+            raise_if(of_choice(name, getattr(self, name), ("auto", *choices)))

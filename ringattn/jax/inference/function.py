@@ -33,11 +33,9 @@ def prefill(
     q: Array, k: Array, v: Array, plan: Plan, cache: KVCache, *, spec: AttentionSpec | None = None,
     sinks: Array | None = None, move: str = "auto", keys: int | None = None,
 ) -> tuple[Array, KVCache]:  # fmt: skip
-    """Append a chunk of the prompt to the cache and attend to everything so far: (out [B, T, H, V], the cache).
+    """`ringattn.prefill`: (out [B, T, H, V], the cache). Arrays are global, in the order of `plan`.
 
-    q, k and v are global arrays in the order of `plan` (the cache's plan `for_length(chunk)`), as out is. `move` is
-    what travels: "queries", "keys", or "auto", which leaves less time exposed if the cache is full. `keys` is the most
-    keys of a device that are attended to, or sent, at once; by default a few times its queries.
+    For move="auto" the cache counts as full. `keys` is by default a few times a device's queries.
     """
     spec = AttentionSpec() if spec is None else spec
     raise_if(
@@ -58,10 +56,9 @@ def decode(
     q: Array, k: Array, v: Array, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Array | None = None,
     parents: Sequence[int] | None = None, **unknown: Any,
 ) -> tuple[Array, KVCache]:  # fmt: skip
-    """The next token or tokens, q, k, v [B, n, H or G, D] for every device: (out [B, n, H, V], the cache).
+    """`ringattn.decode` of q, k, v [B, n, H or G, D], which every device has: (out [B, n, H, V], the cache).
 
-    Each device attends to its own keys; the partials of all are gathered in one transfer and merged in the order of the
-    devices. Several tokens see each other causally; trees of drafts (`parents`) are refused.
+    Each device attends to its own keys; the partials of all are gathered in one transfer. Trees of drafts are refused.
     """
     spec = AttentionSpec() if spec is None else spec
     if parents is not None:
