@@ -202,21 +202,14 @@ def batch_loss(job: Job, batch: list[data.Sample]) -> Tensor:
         docs, all_docs = (Docs.from_lengths([sample.lengths(n) for sample in batch]) for n in (length, length + 1))
     labels = following(whole, all_docs)[0]
     work = AttentionSpec(window=job.config.model.window)
+    # documents are dealt out over the ring by their work, but with linear attention, which costs more then, on request
+    layout, linear = job.config.strategy.layout, job.config.model.softmax_every != 1
+    deal = job.plan.ring > 1 and (layout == "balanced" or (layout == "auto" and not linear))
     local = local_batch(
-        whole[:, :length], job.plan, labels=labels[:, :length], docs=docs, deal=deals_out(job), spec=work,
-        device=job.device,
-    )  # fmt: skip
+        whole[:, :length], job.plan, labels=labels[:, :length], docs=docs, deal=deal, spec=work, device=job.device
+    )
     losses = job.decoder(local.tokens, local.plan, local.docs, labels_BT=local.labels)
     return token_mean(losses, local.plan, mask=local.labels != IGNORED, over=(job.axis,))
-
-
-def deals_out(job: Job) -> bool:
-    """Whether each batch's documents are dealt out over the ring by their work, all rows as one.
-
-    Linear attention costs more then, so only on request.
-    """
-    layout, linear = job.config.strategy.layout, job.config.model.softmax_every != 1
-    return job.plan.ring > 1 and (layout == "balanced" or (layout == "auto" and not linear))
 
 
 @torch.no_grad()

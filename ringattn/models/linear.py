@@ -24,21 +24,17 @@ STEP_TOKENS = 8  # at most so many are taken one by one
 
 def check_input(x: Tensor, d_model: int, plan: Plan | None = None, docs: Docs | None = None) -> None:
     """A ValueError unless x is a rank's [batch, tokens, d_model] and documents match its sequence."""
-    raise_if(of_types(x=x) or of_arguments(plan=plan, docs=docs) or of_input(x, d_model, plan, docs))
-
-
-def of_input(x: Tensor, d_model: int, plan: Plan | None, docs: Docs | None) -> str | None:
-    """Its shape; a compiled graph leaves lengths to the ops."""
+    raise_if(of_types(x=x) or of_arguments(plan=plan, docs=docs))
     if x.dim() != 3 or x.shape[2] != d_model:
-        return f"x has shape {tuple(x.shape)}; expected [batch, tokens, {d_model}]"
-    if torch.compiler.is_compiling():
-        return None
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected [batch, tokens, {d_model}]")
+    if torch.compiler.is_compiling():  # a compiled graph leaves lengths to the ops
+        return
     if plan is not None and x.shape[1] != plan.local_len:
-        return (
+        raise ValueError(
             f"x has {x.shape[1]} tokens, a rank of this plan holds {plan.local_len}; pass plan.shard(x), and for "
             "another length plan.for_length(n)"
         )
-    return of_packed("docs", docs, x.shape[1] if plan is None else plan.seq_len, len(x))
+    raise_if(of_packed("docs", docs, x.shape[1] if plan is None else plan.seq_len, len(x)))
 
 
 def check_stream(x: Tensor, d_model: int, rows: int | None, plan: Plan | None = None) -> None:
