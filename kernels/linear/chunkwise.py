@@ -139,13 +139,10 @@ def solve(lower: Tensor, rhs: Tensor, transposed: bool = False) -> Tensor:
 
 
 def scan_states(x: Inputs, maps: bool = True) -> Scan:
-    """The map of the state by all tokens."""
     return scanned(x, pieces(x), lambda few, _: few.maps()) if maps else Scan(None)
 
 
 def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
-    """The map from the gradient for the state behind the last token to that for the state before the first one."""
-
     def of_piece(few: FewChunks, tokens: slice) -> Map:
         return few.gradient_maps(chunks(dout[:, tokens]))
 

@@ -51,11 +51,12 @@ class AttentionSpec(Value):
             raise ValueError(f"first={self.first} is for a window or a chunk: without them all queries see these keys")
         for name in ("softcap", "scale"):
             raise_if(of_factor(name, getattr(self, name)))
-        kinds: Any = bool, plain_window, int, int, float, float
+        kinds: Any = bool, int, int, int, float, float
         for name, number in zip(fields(self), kinds, strict=True):
             value = getattr(self, name)
             if value is not None:  # numpy's numbers are equal to Python's, but make arrays of their own dtype
-                object.__setattr__(self, name, number(value))
+                plain: Any = tuple([int(n) for n in value]) if isinstance(value, tuple) else number(value)
+                object.__setattr__(self, name, plain)
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -268,7 +269,3 @@ def of_window(causal: bool, window: Any) -> str | None:
     elif window is not None and not causal:
         return f"window={window} counts back, which needs causal=True; else pass a pair: window=({window - 1}, 0)"
     return None
-
-
-def plain_window(window: Any) -> int | tuple[int, int]:
-    return (int(window[0]), int(window[1])) if isinstance(window, tuple) else int(window)

@@ -145,7 +145,6 @@ class DeltaLaunches(gated.Launches):
         return max(64 if self.low_precision and self.arch != "cpu" else 16, power_of_2(size))
 
     def prepare(self, gradients: bool = False) -> Prepared:
-        """Launches `prepare_kernel`."""
         B, T, H, K, V, N, C, x = self.B, self.T, self.H, self.K, self.V, self.N, self.configs.chunk, self.x
         configs, channel = self.delta, self.gate == CHANNEL
         gentle = configs.channel_prepare if channel else configs.prepare
@@ -204,7 +203,6 @@ class DeltaLaunches(gated.Launches):
         return maps
 
     def join(self, ends: Tensor, first: Tensor | None, joined: Tensor, reverse: bool, whole: bool) -> Tensor:
-        """Launches `join_kernel`."""
         config, rows = self.delta.total if whole else self.delta.join, self.channels["BLOCK_K"]
         block_v = self.tile(config)[1]
         tiles = cdiv(self.V, block_v) + (cdiv(self.K, block_v) if whole else 0)

@@ -203,7 +203,6 @@ class Launches:
         return Scan(Map(log_decay.exp()[..., None], end), Segments(before, passed, strongest))
 
     def states_shape(self) -> ShapeAndDtype:
-        """The shape and dtype of the result of `states`."""
         return (self.B, self.N, self.H, self.K, self.V), self.inner
 
     def empty_states(self) -> Tensor:
