@@ -168,9 +168,9 @@ class Chunk:
         self.few, self.back = kept(wanted, plan, device), back.view(-1, n_kept).expand(B, n_kept)
 
     def call(self, cache: RanksCache) -> Call:
-        lengths = None if self.padding is None else self.plan.seq_len - self.padding
-        docs = None if lengths is None else Docs.from_lengths(torch.stack([lengths, self.padding], 1))
-        return Call(self.plan, docs, cache, spread=True, lengths=lengths)
+        n, padding = self.plan.seq_len, self.padding
+        docs = None if padding is None else Docs.from_lengths(torch.stack([n - padding, padding], 1))
+        return Call(self.plan, docs, cache, spread=True, lengths=None if padding is None else n - padding)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of x, whose dims before `dim` and at it are rows and tokens."""
