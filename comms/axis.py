@@ -174,9 +174,9 @@ class Axis(Protocol):
     def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
         """Send the tensors of `out` to their ranks, and receive those of `into` from their ranks.
 
-        The tensors that rank a sends to b and those that b receives from a have the same shapes in the same order. If a
-        rank is lost, the error of its peer names the transfer with `what`. `persistent`: kernels that run meanwhile may
-        occupy the device until they end, so the transfer launches none of its own.
+        The tensors that rank a sends to b and those that b receives from a have the same shapes in the same order; what
+        a rank sends to itself is copied. If a rank is lost, the error of its peer names the transfer with `what`.
+        `persistent`: kernels that run meanwhile may occupy the device until they end, so the transfer launches none.
         """
         return Done()
 
@@ -189,10 +189,6 @@ class Axis(Protocol):
         `move`, for the body's kernels; what they would delay is launched before them.
         """
         return NOTHING_SHARED
-
-    def after_sends(self) -> None:
-        """Delay work on the current stream until what other ranks wait for is copied to where they read it."""
-        return
 
     def hop(self, out: ByRank, into: ByRank, what: str) -> Pending:
         """A move that may cross from host to host, and is not to delay those within a host."""

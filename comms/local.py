@@ -89,7 +89,7 @@ class LocalAxis(Moves):
 
     def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
         sent = [x for tensors in out.values() for x in tensors]
-        self.sent += sum([x.nbytes for x in sent])
+        self.sent += sum([x.nbytes for rank, tensors in out.items() for x in tensors if rank != self.rank])
         copies = [[x.detach().clone() for x in tensors] for tensors in out.values()]
         made = torch.cuda.current_stream().record_event() if any([x.is_cuda for x in sent]) else None
         values = {rank: (tensors, made) for rank, tensors in zip(out, copies, strict=True)}

@@ -57,7 +57,7 @@ def in_sixteens(x: Tensor) -> bool:
     return apart and not any(i % n for i in (x.shape[-1], *x.stride()[:-1]))
 
 
-class Part(NamedTuple):
+class Parcel(NamedTuple):
     """What one rank sends to another one: tensors by number, or slices of them."""
 
     rank: int
@@ -72,37 +72,39 @@ class Kind(NamedTuple):
 
     shared: bool
     persistent: bool
-    out: tuple[Part, ...]
-    into: tuple[Part, ...]
+    out: tuple[Parcel, ...]
+    into: tuple[Parcel, ...]
+    local: tuple[Parcel, ...]  # what this rank sends to itself, and where it receives that
     tensors: tuple[tuple[Any, ...], ...]  # dtype, shape, stride, and by how much an address is above a multiple of 16
 
-    def batches(self, part: Part) -> list[list[Piece]]:
+    def runs(self, parcel: Parcel) -> list[Run]:
         runs: list[Run] = []
-        for i in part.tensors:
+        for i in parcel.tensors:
             dtype, shape, stride, above = self.tensors[i]
             whole = torch.empty_strided(shape, stride, dtype=dtype, device="meta")  # at address 0
-            slices = [whole] if part.places is None else Slices([whole], part.places)
+            slices = [whole] if parcel.places is None else Slices([whole], parcel.places)
             runs += [((i + 1) * STRIDE + above + at, size, i) for at, size, _ in joined(slices)]
-        return list(batches(runs))
+        return runs
 
 
 def described(
-    shared: bool, persistent: bool, out: ByRank, into: ByRank, firsts: Mapping[int, int]
+    shared: bool, persistent: bool, here: int, out: ByRank, into: ByRank, firsts: Mapping[int, int]
 ) -> tuple[Kind, list[int]]:
-    """The kind of an exchange, and where its tensors lie, as multiples of 16."""
+    """The kind of an exchange of rank `here`, and where its tensors lie, as multiples of 16."""
     tensors: dict[int, tuple[int, Tensor]] = {}  # by identity, in order
     objects: dict[int, int] = {}
 
-    def part(rank: int, each: Sequence[Tensor], first: int) -> Part:
+    def parcel(rank: int, each: Sequence[Tensor], first: int) -> Parcel:
         some, places = (each.tensors, each.places) if isinstance(each, Slices) else (each, None)
         numbers = [tensors.setdefault(id(x), (len(tensors), x))[0] for x in some]
-        return Part(rank, objects.setdefault(id(each), len(objects)), tuple(numbers), places, first)
+        return Parcel(rank, objects.setdefault(id(each), len(objects)), tuple(numbers), places, first)
 
-    leaving = tuple([part(rank, each, 0) for rank, each in out.items()])
-    arriving = tuple([part(rank, each, firsts[rank]) for rank, each in into.items()])
+    leaving = tuple([parcel(rank, each, 0) for rank, each in out.items() if rank != here])
+    arriving = tuple([parcel(rank, each, firsts[rank]) for rank, each in into.items() if rank != here])
+    local = tuple([parcel(here, each[here], 0) for each in (out, into) if here in each])
     found = [(x, x.data_ptr()) for _, x in tensors.values()]
     kinds = tuple([(x.dtype, x.shape, x.stride(), address % 16) for x, address in found])
-    return Kind(shared, persistent, leaving, arriving, kinds), [address // 16 * 16 for _, address in found]
+    return Kind(shared, persistent, leaving, arriving, local, kinds), [address // 16 * 16 for _, address in found]
 
 
 def are_scattered(each: Sequence[Tensor]) -> bool:

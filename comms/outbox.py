@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ringattn.comms import memory
 from ringattn.comms.engines import IN, OUT, Copy
-from ringattn.comms.memory import Kind, Part, Piece, weight
+from ringattn.comms.memory import Kind, Parcel, Piece, Run, batches, weight
 from ringattn.comms.script import Script
 
 SLOTS = 12  # for all other ranks together, but at least two for each
@@ -85,8 +85,8 @@ class Peers:
         """The scripts of an exchange, whose batches count as sent and received from now on."""
         private, slots = self.outbox.private, list[int]()
         if not kind.shared:
-            slots += [self.sent[part.rank] % private for part in kind.out]
-            slots += [self.received[part.rank] % private for part in kind.into]
+            slots += [self.sent[parcel.rank] % private for parcel in kind.out]
+            slots += [self.received[parcel.rank] % private for parcel in kind.into]
         scripts = self.written(kind, *slots)
         for script in scripts:
             self.sent.update(script.sent)
@@ -95,24 +95,23 @@ class Peers:
 
     def write(self, kind: Kind, *slots: int) -> tuple[Script, ...]:
         """The scripts of an exchange; `slots`: the next ones of a move to each rank, and then from each."""
-        cut = {part: kind.batches(part) for part in (*kind.out, *kind.into)}
-        if kind.shared:
-            return self.write_shared(kind, cut)
-        sends, receives = ({part.rank: cut[part] for part in side} for side in (kind.out, kind.into))
-        return (self.write_move(sends, receives, kind.persistent, slots),)
+        cut = {parcel: list(batches(kind.runs(parcel))) for parcel in (*kind.out, *kind.into)}
+        local = copies_between(*map(kind.runs, kind.local)) if kind.local else []
+        return self.write_shared(kind, cut, local) if kind.shared else (self.write_move(kind, cut, local, slots),)
 
     def write_move(
-        self, sends: Mapping[int, Batches], receives: Mapping[int, Batches], persistent: bool, slots: Sequence[int]
+        self, kind: Kind, cut: Mapping[Parcel, Batches], local: Sequence[Copy], slots: Sequence[int]
     ) -> Script:
         """Each rank first sends all that there are slots for. Work after the move waits for that, and for no more."""
-        script, private, n = Script(), self.outbox.private, self.outbox.wave[1]
-        n_sent = len(sends)
-        to, source = dict(zip(sends, slots[:n_sent], strict=True)), dict(zip(receives, slots[n_sent:], strict=True))
+        script, private, n, persistent = Script(), self.outbox.private, self.outbox.wave[1], kind.persistent
+        sends, receives = ({parcel.rank: cut[parcel] for parcel in side} for side in (kind.out, kind.into))
+        to, source = dict(zip(sends, slots, strict=False)), dict(zip(receives, slots[len(sends) :], strict=True))
         steps = sorted({(r - self.rank) % self.size for r in sends} | {(self.rank - r) % self.size for r in receives})
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
         self.send(script, to, [(there, sends[there][:private]) for there, _ in pairs if there in sends], persistent)
         script.precede(OUT)
-        for i in range(0, max(map(len, (*sends.values(), *receives.values()))), n):  # the same order on every rank
+        script.copy_all(OUT, local, persistent)
+        for i in range(0, max(0, *map(len, (*sends.values(), *receives.values()))), n):  # alike on every rank
             arrivals = [(r, receives[r][i : i + n], None) for _, r in pairs if i < len(receives.get(r, ()))]
             self.receive(script, source, arrivals, persistent)
             later = [(r, sends[r][private + i :][:n]) for r, _ in pairs if private + i < len(sends.get(r, ()))]
@@ -122,7 +121,7 @@ class Peers:
         script.bytes = sum(map(weight, sends.values()))
         return script.ended()
 
-    def write_shared(self, kind: Kind, cut: Mapping[Part, Batches]) -> tuple[Script, ...]:
+    def write_shared(self, kind: Kind, cut: Mapping[Parcel, Batches], local: Sequence[Copy]) -> tuple[Script, ...]:
         """Put as many batches as there are shared slots, then fetch those of other ranks, and put the later ones.
 
         Two scripts, if persistent work comes between; else one.
@@ -130,22 +129,24 @@ class Peers:
         put, n = Script(), self.outbox.wave[0]
         fetch = Script() if kind.persistent else put
         readers: dict[int, list[int]] = {}  # by what they read
-        for part in kind.out:
-            readers.setdefault(part.which, []).append(part.rank)
-        leaving = {part.which: cut[part] for part in kind.out}
+        for parcel in kind.out:
+            readers.setdefault(parcel.which, []).append(parcel.rank)
+        leaving = {parcel.which: cut[parcel] for parcel in kind.out}
         shared = [(pieces, readers[which]) for which, each in leaving.items() for pieces in each]
-        nearest_first = sorted(kind.into, key=lambda part: (self.rank - part.rank) % self.size)
+        nearest_first = sorted(kind.into, key=lambda parcel: (self.rank - parcel.rank) % self.size)
         if shared:
             self.put_shared(put, 0, shared[:SHARED], kind.persistent)
         if kind.persistent and kind.out:
             put.precede(OUT)
-        later, ends = shared[SHARED:], [part.first + len(cut[part]) for part in kind.into]
+        fetch.copy_all(OUT, local, kind.persistent)
+        later, ends = shared[SHARED:], [parcel.first + len(cut[parcel]) for parcel in kind.into]
         for i in range(0, max(len(later), 0, *ends), n):
             arrivals = []
-            for part in nearest_first:
-                first, end = max(i, part.first), min(i + n, part.first + len(cut[part]))
+            for parcel in nearest_first:
+                begin, every = parcel.first, cut[parcel]
+                first, end = max(i, begin), min(i + n, begin + len(every))
                 if first < end:
-                    arrivals.append((part.rank, cut[part][first - part.first : end - part.first], first))
+                    arrivals.append((parcel.rank, every[first - begin : end - begin], first))
             self.receive(fetch, {}, arrivals, kind.persistent)
             if i < len(later):
                 self.put_shared(fetch, SHARED + i, later[i : i + n], kind.persistent)
@@ -217,4 +218,18 @@ def copies_of(slot: int, pieces: Iterable[Piece], back: bool = False) -> list[Co
     for at, size, rows, pitch in pieces:
         copies.append(Copy(at, slot, size, rows, pitch, size) if back else Copy(slot, at, size, rows, size, pitch))
         slot += rows * size
+    return copies
+
+
+def copies_between(sources: Sequence[Run], places: Sequence[Run]) -> list[Copy]:
+    """The copies of the bytes of runs into others, which have as many."""
+    copies, i, done = [], 0, 0
+    for at, size, _ in places:
+        while size:
+            start, length, _ = sources[i]
+            n = min(size, length - done)
+            copies.append(Copy(at, start + done, n))
+            at, size, done = at + n, size - n, done + n
+            if done == length:
+                i, done = i + 1, 0
     return copies

@@ -110,10 +110,10 @@ class ProcessGroupAxis(Moves):
         twins = TWINS.get(self.group, {})
         group = twins.get(way, twins.get("near", self.group))
         with beside(since):
-            leaving = [(rank, x) for rank, tensors in out.items() for x in tensors]
+            leaving = [(rank, x) for rank, tensors in out.items() for x in tensors if rank != self.rank]
             copies = {id(x): packed(x) for _, x in leaving}  # once for all receivers
             outgoing = [(rank, copies[id(x)]) for rank, x in leaving]
-            arriving = [(rank, x, whole(x)) for rank, tensors in into.items() for x in tensors]
+            arriving = [(rank, x, whole(x)) for rank, tensors in into.items() for x in tensors if rank != self.rank]
             # Receives first: gloo has one connection for both directions, on which it says that it is ready to receive.
             # Behind what it sends, that would come so late that the two directions would follow each other.
             ops = [dist.P2POp(dist.irecv, room, self.peer(rank), group) for rank, _, room in arriving]
@@ -123,6 +123,7 @@ class ProcessGroupAxis(Moves):
             works = self.started(ops, lost)
         self.sent += sum(x.nbytes for _, x in outgoing)
         to_unpack = [(x, room) for _, x, room in arriving if room is not x]
+        to_unpack += zip(into.get(self.rank, ()), out.get(self.rank, ()), strict=True)
         return Then(Works(works, to_unpack, (out, outgoing), lost), unpack)
 
     def started(self, ops: list[dist.P2POp], lost: Lost) -> list[Any]:

@@ -97,9 +97,10 @@ class SymmetricAxis(Moves):
         firsts = {r: batches_before(each) if shared else 0 for r, each in into.items()}
         packed = {id(each): self.dense(each, OUT, memory.packed) for each in out.values()}  # once for all readers
         leaving = {r: packed[id(each)] for r, each in out.items()}
-        arriving = {r: self.dense(each, IN, memory.whole) for r, each in into.items()}
+        lanes = {r: OUT if r == self.rank else IN for r in into}  # of what arrives
+        arriving = {r: self.dense(each, lanes[r], memory.whole) for r, each in into.items()}
         flight = Flight(self.lanes, self.watch, out, into, leaving, arriving)
-        kind, addresses = memory.described(shared, persistent, leaving, arriving, firsts)
+        kind, addresses = memory.described(shared, persistent, self.rank, leaving, arriving, firsts)
         scripts, told = self.peers.next_scripts(kind), partial(self.watch.expect, what)
         scripts[0].launch(self.lanes, addresses, told)
 
@@ -109,7 +110,7 @@ class SymmetricAxis(Moves):
             for r, each in arriving.items():
                 for x, y in zip(into[r], each, strict=True) if each is not into[r] else ():
                     if x is not y:
-                        self.lanes.fill(IN, x, y)
+                        self.lanes.fill(lanes[r], x, y)
             self.sent += scripts[-1].bytes
             return flight.launched()
 
@@ -147,9 +148,6 @@ class SymmetricAxis(Moves):
             yield
         finally:
             self.lanes.follow_graph(record.address + 8, record.replays)
-
-    def after_sends(self) -> None:
-        self.lanes.precede(OUT)
 
     def exchange_words(self, words: Any) -> list[Any]:
         return self.words(words)

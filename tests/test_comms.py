@@ -34,6 +34,22 @@ def exercise(a: Axis) -> None:
     others, rows = [s for s in range(n) if s != r], torch.full((2, n, 3), -1.0)
     a.move({s: [mine + 10 * s] for s in others}, {s: [rows[:, s]] for s in others}, "rows", persistent=False).wait()
     assert all(rows[:, s].eq(s + 10 * r if s != r else -1).all() for s in range(n))
+    # and what it sends to itself is copied
+    itself, at = Slices([torch.arange(24.0).view(1, 8, 3) + r], (range(2), range(4, 8))), (range(1, 3), range(3, 7))
+    for shares in (False, True):
+        room = torch.full((1, 8, 3), -1.0)
+        given = (
+            {r: itself, **dict.fromkeys(others, [mine])},
+            {r: Slices([room], at), **{s: [rows[:, s]] for s in others}},
+        )
+        if shares:
+            with a.sharing(*given, persistent=False) as coming:
+                pass
+            coming.wait()
+        else:
+            a.move(*given).wait()
+        assert torch.equal(room[:, 1:7], torch.cat([*itself], 1)) and room[:, [0, 7]].eq(-1).all()
+        assert all(rows[:, s].eq(s).all() for s in others)
     # everybody shows the same to all others beside its work, then only the even ranks do, and all but themselves look;
     # then the last rank sees other rows than the others
     for turn in range(4):

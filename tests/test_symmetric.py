@@ -424,6 +424,42 @@ def test_a_move_fills_every_piece_of_a_scattered_tensor(slot):
     on_ranks(one_rank, axes(3))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_exchanges_that_come_again_move_the_tensors_of_today(seed, slot):
+    """Of a few kinds, in any order, with tensors that lie elsewhere each time."""
+    draw = random.Random(seed)
+    size, dtypes = draw.choice([2, 3]), [torch.float32, torch.bfloat16, torch.uint8]
+    kinds = [(draw.random() < 0.5, draw.random() < 0.5, draw.choice(dtypes), draw.choice([1, 2]), draw.choice([1, 8]),
+              draw.choice([0, 0, 1, 4]), draw.random() < 0.3, draw.random() < 0.3) for _ in range(4)]  # fmt: skip
+    turns = [draw.randrange(4) for _ in range(16)]
+
+    def one_rank(axis):
+        for turn, (shared, persistent, dtype, batch, width, shift, itself, apart) in enumerate(kinds[i] for i in turns):
+
+            def tensor(value, rows, width=width, batch=batch, dtype=dtype, shift=shift, apart=apart):
+                x = torch.full((shift + batch * rows * 2 * width,), value, dtype=dtype)[shift:]
+                x = x.view(batch, rows, 2 * width)
+                return x[..., :width] if apart else x
+
+            ranks = [r for r in range(size) if itself or r != axis.rank]
+            places = (range(3), range(5, 12))
+            mine = Slices([tensor(10 * axis.rank + turn, 14) for _ in range(2)], places)
+            rooms = {r: [tensor(99, 11) for _ in range(2)] for r in ranks}
+            into = {r: Slices(x, (range(1, 11),)) for r, x in rooms.items()}
+            if shared:
+                sharing(axis, mine, ranks, into, persistent=persistent)
+            else:
+                axis.move(dict.fromkeys(ranks, mine), into, persistent=persistent).wait()
+            for r, both in rooms.items():
+                for x in both:
+                    assert x[:, 1:].eq(10 * r + turn).all() and x[:, :1].eq(99).all(), (
+                        f"{turn} {r} {kinds[turns[turn]]} {size} {x[0, :, 0].tolist()}"
+                    )
+        assert axis.peers.written.cache_info().hits > 0
+
+    on_ranks(one_rank, axes(size))
+
+
 def test_a_move_holds_what_a_caller_lets_go_until_it_is_waited_for():
     """A lane may read it, to pack it, long after the call: its memory must not be given to what comes next.
 
@@ -475,8 +511,8 @@ def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
     slots = [whole[i : i + memory.SLOT] for i in range(0, len(whole), memory.SLOT)]
     assert memory.are_scattered(slices) == any(memory.count_runs(x) > memory.MAX_RUNS for x in slices)
     for each in (slices, list(slices)):
-        kind, addresses = memory.described(False, True, {1: each}, {}, {})
-        results = [[at(piece, addresses) for piece in batch] for batch in kind.batches(kind.out[0])]
+        kind, addresses = memory.described(False, True, 0, {1: each}, {}, {})
+        results = [[at(piece, addresses) for piece in batch] for batch in memory.batches(kind.runs(kind.out[0]))]
         assert [b"".join(map(read, batch)) for batch in results] == slots
         assert memory.weight(results) == len(whole)
 

@@ -18,7 +18,7 @@ from ringattn.layouts.dealing import joined
 from ringattn.steps.rank import Step
 from ringattn.steps.table import Ranges
 from ringattn.torch.attention.steps import Score
-from ringattn.torch.attention.transfers import DONE, MAIN, Side, Sums, copy_local, exchange_for, receive, send
+from ringattn.torch.attention.transfers import DONE, MAIN, Side, Sums, exchange_for, receive, send
 
 
 def forward(
@@ -35,14 +35,12 @@ def forward(
         if step.phase is not phase:
             phase = step.phase
             next_block = send(axis, block, phase.onward, f"keys after step {i - 1} of {len(steps)}, forward")
-        next_keys, exchange = exchange_for(next_step, block)
+        next_keys, exchange = exchange_for(axis, next_step, block)
         next_side = Side(q.device) if next_step is not None and next_step.side else None
         label = f"keys of step {i} of {len(steps)}, forward"
         with side.on if side else MAIN, axis.sharing(*exchange, label, score.kernel.fills) as receiving:
             result.add(step, *keys)
         with next_side.on if next_side else MAIN:
-            if next_side:
-                copy_local(axis, next_step, block, next_keys)
             receiving.wait()
         if next_step is not None:
             if next_step.phase is not phase:
@@ -74,7 +72,7 @@ def backward(
             next_block = send(axis, block, phase.onward, f"keys after {label}, backward")
             keys = receive(axis, step, block, kept, f"keys of {label}, backward")
         next_step = next_step if next_step is not None and next_step.phase is phase else None
-        next_keys, exchange = exchange_for(next_step, block, kept)
+        next_keys, exchange = exchange_for(axis, next_step, block, kept)
         next_side = Side(q.device) if next_step is not None and next_step.side else None
         with side.on if side else MAIN:
             if score.kernel.separable:  # gradients travelled while those of queries were computed; else they may now
@@ -84,8 +82,6 @@ def backward(
             sums.add(step, grads, f"gradients of {label}")
             gradients.of_queries(step)
         with next_side.on if next_side else MAIN:
-            if next_side and not kept:
-                copy_local(axis, next_step, block, next_keys)
             receiving.wait()
         del grads  # frees what is used up before memory for the next step is allocated
         if next_step is None:

@@ -19,7 +19,9 @@ DONE: Pending = Done()
 EVERY = slice(None)
 
 
-def exchange_for(step: Step | None, block: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> tuple[Any, Exchange]:
+def exchange_for(
+    axis: Axis, step: Step | None, block: Sequence[Tensor], kept: Sequence[Tensor] = ()
+) -> tuple[Any, Exchange]:
     """The keys and values of a step, and the exchange in which they arrive; `kept` have arrived in forward."""
     if step is None or not step.travels:
         return block, NOTHING
@@ -29,26 +31,20 @@ def exchange_for(step: Step | None, block: Sequence[Tensor], kept: Sequence[Tens
     out: dict[int, Any] = {}
     for ranges, readers in step.shared:
         out.update(dict.fromkeys(readers, Slices(block, ranges)))  # the same object for all that read it
-    return keys, (out, {source: Slices(keys, *places) for source, places in step.receive.items()})
+    into = {source: Slices(keys, *places) for source, places in step.receive.items()}
+    if step.local:  # this rank's own keys, beside those that arrive
+        out[axis.rank], into[axis.rank] = Slices(block, step.local), Slices(keys, step.local_at)
+    return keys, (out, into)
 
 
 def receive(axis: Axis, step: Step, block: Sequence[Tensor], kept: Sequence[Tensor], what: str) -> Sequence[Tensor]:
     """The keys and values of a step before which there is nothing to compute."""
-    keys, exchange = exchange_for(step, block, kept)
+    keys, exchange = exchange_for(axis, step, block, kept)
     if exchange is not NOTHING:
         with axis.sharing(*exchange, what) as receiving:
             pass
         receiving.wait()
     return keys
-
-
-def copy_local(axis: Axis, step: Step | None, block: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
-    """Copy this rank's own keys of a step, if any, beside those that arrive."""
-    axis.after_sends()
-    if step is None or not step.local:
-        return
-    to, of = (Slices(x, ranges) for x, ranges in ((keys, step.local_at), (block, step.local)))
-    torch._foreach_copy_([*to], [*of])
 
 
 def send(axis: Axis, tensors: Sequence[Tensor], hop: Hop | None, what: str) -> Pending:

@@ -172,7 +172,7 @@ class Guests:
         rows = self.q.shape[0] * self.q.shape[1] * self.q.shape[2]
         local, *self.run = guests_of(blocks, self.axis.rank, queries_at_once(rows))
         self.run.append(local)
-        self.current, trip = exchange_for(self.run[0], (self.q,))
+        self.current, trip = exchange_for(self.axis, self.run[0], (self.q,))
         with self.axis.sharing(*trip, f"queries of step 1 of {len(self.run)}, prefill") as self.coming:
             pass  # the caller's work comes before `attend`, which waits
 
@@ -185,7 +185,7 @@ class Guests:
         self.coming.wait()
         for i, (step, following) in enumerate(with_next(self.run)):
             label = f"step {i + 1} of {len(self.run)}, prefill"
-            room, trip = exchange_for(following, (self.q,))
+            room, trip = exchange_for(self.axis, following, (self.q,))
             with self.axis.sharing(*trip, f"queries after {label}") as coming:
                 partial = call.attend(self.current[0], cache, chunk._replace(queries=step.keys), call.most)
             leaving.wait()
