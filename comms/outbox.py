@@ -13,7 +13,6 @@ graph can be replayed. Both sides count their batches, so both know which slot i
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 from ringattn.comms import memory
 from ringattn.comms.engines import IN, OUT, Copy
@@ -60,16 +59,8 @@ def slots_of(size: int) -> int:
 
 
 Batches = Sequence[Sequence[Piece]]
+Put = tuple[int, Sequence[Piece], int, Sequence[int]]  # a slot's address and what goes there; its number and readers
 Arrival = tuple[int, Batches, int | None]  # a rank, batches of it, and the number of the first one if it shares them
-
-
-class Put(NamedTuple):
-    """A copy into a slot, and the readers whose flags are set after it."""
-
-    to: int
-    pieces: Sequence[Piece]
-    readers: Sequence[int]
-    slot: int
 
 
 class Peers:
@@ -163,7 +154,7 @@ class Peers:
                 slot = SHARED + slots[peer] % self.outbox.private
                 slots[peer] += 1
                 script.wait(OUT, self.outbox.free(self.rank, peer, slot))
-                puts.append(Put(self.outbox.slot(self.rank, peer, slot), pieces, (peer,), slot))
+                puts.append((self.outbox.slot(self.rank, peer, slot), pieces, slot, (peer,)))
             script.expect(OUT, peer)
         if puts:
             self.put(script, puts, persistent)
@@ -183,15 +174,15 @@ class Peers:
                 if peer not in readers:
                     script.set(OUT, self.outbox.free(self.rank, peer, slot))
             script.expect(OUT, peer)
-        self.put(script, [Put(self.outbox.slot(self.rank, self.rank, slot), pieces, readers, slot)
+        self.put(script, [(self.outbox.slot(self.rank, self.rank, slot), pieces, slot, readers)
                           for slot, pieces, readers in slots], persistent)  # fmt: skip
 
     def put(self, script: Script, puts: Sequence[Put], persistent: bool) -> None:
         """All copies first, then all signals: a signal between two copies would take longer than a copy."""
-        script.copy_all(OUT, [copy for put in puts for copy in copies_of(put.to, put.pieces)], persistent)
-        for put in puts:
-            for peer in put.readers:
-                script.set(OUT, self.outbox.full(peer, self.rank, put.slot))
+        script.copy_all(OUT, [copy for to, pieces, *_ in puts for copy in copies_of(to, pieces)], persistent)
+        for *_, slot, readers in puts:
+            for peer in readers:
+                script.set(OUT, self.outbox.full(peer, self.rank, slot))
 
     def receive(self, script: Script, slots: dict[int, int], batches: Iterable[Arrival], persistent: bool) -> None:
         """Receive batches: all waits, all copies, all signals. `persistent`: other work fills the GPU.

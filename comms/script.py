@@ -10,7 +10,7 @@ import ctypes
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
 
 from ringattn.comms.engines import IN, OUT, Copy, Lanes, Signal, signal
 from ringattn.comms.memory import STRIDE
@@ -30,7 +30,7 @@ class Script:
     """The calls of both lanes in order, and what they add to the counts of both sides."""
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
+        self.calls: list[Callable[[Lanes, Sequence[int], Told], None]] = []  # given the addresses of tensors
         self.signals: tuple[list[bytes], list[bytes]] = [], []  # of each lane, that are in no call yet
         self.waited: tuple[dict[int, int], dict[int, int]] = {}, {}  # the places among them where a wait is over
         self.sent: Counter[int] = Counter()  # batches by peer
@@ -57,14 +57,14 @@ class Script:
         large = [copy for copy in copies if copy.size * copy.rows >= MAX_AVERAGE] if lane == IN else []
         small = [copy for copy in copies if copy.size * copy.rows < MAX_AVERAGE] if large else copies
         one = are_one(lane, small, persistent)
-        self.calls += [ByDriver(lane, copy) for copy in (large if one else copies)]
+        self.calls += [partial(by_driver, lane, copy) for copy in (large if one else copies)]
         if one:
             self.calls.append(InKernel(lane, small))
 
     def precede(self, lane: int) -> None:
         """Work that is launched from here on waits for the lane."""
         self.flush(lane)
-        self.calls.append(Preceding(lane))
+        self.calls.append(lambda lanes, *_: lanes.precede(lane))
 
     def flush(self, lane: int) -> None:
         if self.signals[lane]:
@@ -81,7 +81,7 @@ class Script:
         """`tensors`: the addresses of the tensors."""
         bases = 0, *tensors
         for call in self.calls:
-            call.launch(lanes, bases, told)
+            call(lanes, bases, told)
 
 
 class Signals:
@@ -91,21 +91,15 @@ class Signals:
         self.lane, self.count, self.waited = lane, len(signals), tuple(waited.items())
         self.memory = ctypes.create_string_buffer(b"".join(signals), Signal.SIZE * self.count)
 
-    def launch(self, lanes: Lanes, bases: Sequence[int], told: Told) -> None:
+    def __call__(self, lanes: Lanes, bases: Sequence[int], told: Told) -> None:
         for place, peer in self.waited:
             struct.pack_into("<QQ", self.memory, Signal.SIZE * place + Signal.ADDRESS, *told(self.lane, peer))
         lanes.signal_all(self.lane, self.memory, self.count)
 
 
-class ByDriver(NamedTuple):
-    """A copy by the driver."""
-
-    lane: int
-    copy: Copy
-
-    def launch(self, lanes: Lanes, bases: Sequence[int], told: Told) -> None:
-        (i, to), (j, source) = (divmod(side, STRIDE) for side in self.copy[:2])
-        lanes.copy(self.lane, self.copy._replace(to=bases[i] + to, source=bases[j] + source))
+def by_driver(lane: int, copy: Copy, lanes: Lanes, bases: Sequence[int], told: Told) -> None:
+    (i, to), (j, source) = (divmod(side, STRIDE) for side in copy[:2])
+    lanes.copy(lane, copy._replace(to=bases[i] + to, source=bases[j] + source))
 
 
 class InKernel:
@@ -120,22 +114,13 @@ class InKernel:
         self.launches = [(programs, numbers, [(at, *divmod(n, STRIDE)) for at, n in enumerate(numbers) if n >= STRIDE])
                          for programs, numbers in launches(rows, PROGRAMS[lane])]  # fmt: skip
 
-    def launch(self, lanes: Lanes, bases: Sequence[int], told: Told) -> None:
+    def __call__(self, lanes: Lanes, bases: Sequence[int], told: Told) -> None:
         from ringattn.comms.copies import launch
 
         for programs, numbers, places in self.launches:
             for at, i, offset in places:
                 numbers[at] = bases[i] + offset
             launch(programs, numbers, lanes.device, lanes.streams[self.lane])
-
-
-class Preceding(NamedTuple):
-    """Work launched from now on waits for the lane."""
-
-    lane: int
-
-    def launch(self, lanes: Lanes, bases: Sequence[int], told: Told) -> None:
-        lanes.precede(self.lane)
 
 
 def are_one(lane: int, copies: Sequence[Copy], persistent: bool) -> bool:

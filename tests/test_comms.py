@@ -38,10 +38,8 @@ def exercise(a: Axis) -> None:
     itself, at = Slices([torch.arange(24.0).view(1, 8, 3) + r], (range(2), range(4, 8))), (range(1, 3), range(3, 7))
     for shares in (False, True):
         room = torch.full((1, 8, 3), -1.0)
-        given = (
-            {r: itself, **dict.fromkeys(others, [mine])},
-            {r: Slices([room], at), **{s: [rows[:, s]] for s in others}},
-        )
+        shown = [mine]
+        given = {r: itself, **dict.fromkeys(others, shown)}, {r: Slices([room], at)} | {s: [rows[:, s]] for s in others}
         if shares:
             with a.sharing(*given, persistent=False) as coming:
                 pass

@@ -141,7 +141,7 @@ class TapeMemory(graphs.Memory):
 def on_tapes(monkeypatch):
     """Only `graphs="auto"` decides, not the device; and the kernel does not look at numbers, as no GPU's does."""
     monkeypatch.setattr(tiled, "product", lambda weights, x, hidden: weights @ x)
-    monkeypatch.setattr(script, "InKernel", lanes.ByDriver)
+    monkeypatch.setattr(script, "InKernel", lanes.one_by_one)
     monkeypatch.setattr(graphs, "Memory", TapeMemory)
     monkeypatch.setattr(graphs, "Copy", TapeCopy)
     monkeypatch.setattr(

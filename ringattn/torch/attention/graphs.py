@@ -118,6 +118,8 @@ class Graph:
             self.results = list(run(*self.inputs))
             pairs = enumerate((None if x is None else room_for(x), x) for x in self.results)
             self.copied_out = {i: Copy(Copy.OUT, other, x, stream) for i, (other, x) in pairs if are_alike(other, x)}
+            if any(x is not None and x.numel() and i not in self.copied_out for i, x in enumerate(self.results)):
+                raise RuntimeError("a result is not dense")
         self.graph.instantiate()
         made = [x.data_ptr() for x in (*self.inputs, *self.results) if x is not None and x.numel()]
         segments = memory.segments()
@@ -140,9 +142,6 @@ class Graph:
             for i, copy in self.copied_out.items():
                 copy.of(results[i], self.graph)
             self.graph.replay()
-            for i, x in enumerate(self.results):
-                if x is not None and i not in self.copied_out:
-                    results[i].copy_(x)
             return results
 
 
