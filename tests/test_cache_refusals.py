@@ -36,7 +36,7 @@ class Filled:
 
 
 REFUSED = [
-    (lambda x: x.prefill(), "16 more tokens do not fit: rows hold up to 16 of max_len=24"),
+    (lambda x: x.prefill(), "16 tokens do not fit: rows hold up to 16 of max_len=24"),
     (lambda x: x.prefill(*(y.double() for y in x.mine)), "k is torch.float64 on cpu, the cache torch.float32"),
     (lambda x: x.prefill(*x.qkv), "q has 16 tokens, a rank of this plan holds 8"),
     (lambda x: x.prefill(keys=0), "keys=0: at least 1, a whole number"),
@@ -47,7 +47,7 @@ REFUSED = [
     ),
     (lambda x: x.decode(*(y[:1] for y in x.new)), r"k has shape .*this cache takes \[2, tokens, 2, 8\]"),
     (lambda x: x.decode(x.q[:, :1, :3], *x.new[1:]), "2 key heads do not divide 3 query heads"),
-    (lambda x: x.decode(*(y[:, :9] for y in x.qkv)), "9 more tokens do not fit: rows hold up to 16 of max_len"),
+    (lambda x: x.decode(*(y[:, :9] for y in x.qkv)), "9 tokens do not fit: rows hold up to 16 of max_len"),
     (lambda x: x.decode(docs=1), "docs: decode has no such argument$"),
     (lambda x: x.decode(sinks=torch.zeros(3)), r"sinks has shape \(3,\)"),
     (lambda x: x.cache.append(x.k[:, :2], x.v[:, :3]), "k has 2 tokens, v 3; every new token has both"),
@@ -57,7 +57,7 @@ REFUSED = [
     (lambda x: x.cache.fork(2, max_len=10), "max_len=10: the rows hold up to 16 tokens already"),
     (lambda x: copy.deepcopy(x.cache), r"a cache cannot be pickled or copied: fork\(\) it"),
     (lambda x: x.allocate(max_len=0), "max_len=0: at least 1"),
-    (lambda x: [x.cache.fork(), x.cache.truncate(6)], "delete the forks first"),
+    (lambda x: [x.cache.fork(), x.cache.truncate(6)], "delete the forks"),
     (
         lambda x: x.prefill(*(y[:, :4] for y in x.mine), plan=x.plan.for_length(8), spec=ra.AttentionSpec(softcap=3.0)),
         "no kernel serves",

@@ -204,7 +204,7 @@ def test_wrong_arguments_and_gradients_are_errors_with_a_remedy():
         (lambda: ra.prefill(*mine, cache_of(k, v, ring=4).plan, cache), "was allocated for another plan"),
         (lambda: ra.prefill(*mine, small.plan, small), "keeps a window of 2 keys, the spec sees window=None"),
         (lambda: cache.append(k.astype(jnp.bfloat16), v), "k is bfloat16, the cache float32"),
-        (lambda: cache.append(*(jnp.repeat(x[:, :1], 9, axis=1) for x in (k, v))), "9 more tokens do not fit"),
+        (lambda: cache.append(*(jnp.repeat(x[:, :1], 9, axis=1) for x in (k, v))), "9 tokens do not fit"),
         (lambda: small.append(k, v), r"8 tokens at once do not fit beside a window of 2; allocate\(room=8\)"),
         (lambda: cache.truncate(3), "the rows can go back from"),
         (lambda: cache.append(k[:, :7], v[:, :7]).fork(2, max_len=3), "the rows hold up to 7 tokens already"),

@@ -75,8 +75,8 @@ def test_calls_in_the_wrong_order_are_named_and_change_nothing(make):
         ),
     ]
     if isinstance(single, StreamingAttention):
-        before += [(lambda: single.prefill(tokens(T=44)), "44 more tokens do not fit: rows hold up to 0 of max_len=43")]
-        after += [(lambda: single.prefill(x), "41 more tokens do not fit: rows hold up to 41 of max_len=43")]
+        before += [(lambda: single.prefill(tokens(T=44)), "44 tokens do not fit: rows hold up to 0 of max_len=43")]
+        after += [(lambda: single.prefill(x), "41 tokens do not fit: rows hold up to 41 of max_len=43")]
     for prompt, wrong in ((None, before), (x, after), (None, before)):
         single.reset()
         if prompt is not None:

@@ -54,9 +54,7 @@ def of_filled(lengths: np.ndarray | None) -> str | None:
 def of_room(n: int, lengths: np.ndarray | None, max_len: int) -> str | None:
     if lengths is None or max(lengths.tolist()) + n <= max_len:
         return None
-    return (
-        f"{n} more tokens do not fit: rows hold up to {lengths.max()} of max_len={max_len}; truncate or allocate more"
-    )
+    return f"{n} tokens do not fit: rows hold up to {lengths.max()} of max_len={max_len}; truncate, or allocate more"
 
 
 def beside_window(n: int, window: int, apart: int = 0) -> str:

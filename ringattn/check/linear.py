@@ -64,9 +64,8 @@ def of_linear(x: Given, plan: Plan, docs: Docs | None, tokens: int) -> str | Non
         return problem
     if plan.keys is not plan:
         return f"the plan has {plan.seq_len} queries and {plan.keys.seq_len} keys; linear attention needs as many"
-    return of_lengths(q, k, plan, AttentionSpec(), (tokens, tokens)) or of_docs(
-        q.shape[0], plan, AttentionSpec(), docs, None
-    )
+    spec = AttentionSpec()
+    return of_lengths(q, k, plan, spec, (tokens, tokens)) or of_docs(q.shape[0], plan, spec, docs, None)
 
 
 def of_scan(plan: Plan, scan: str) -> str | None:

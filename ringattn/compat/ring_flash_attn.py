@@ -159,10 +159,10 @@ def of_batch(layout: str, axis: str = "ring") -> Function:
 
 
 def attended(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, options: Options
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, given: Options
 ) -> Any:
     """out; if probabilities are requested (out, lse with heads before tokens, None)."""
-    if not options.return_attn_probs:
+    if not given.return_attn_probs:
         return api.attention(q, k, v, plan, spec=spec, docs=docs)
     out, lse = api.attention(q, k, v, plan, spec=spec, docs=docs, return_lse=True)
     return out, lse.mT, None

@@ -88,10 +88,8 @@ class UlyssesAttention(nn.Module):
         deterministic: bool = False, return_attn_probs: bool = False, *args: Any,
     ) -> Tensor:  # fmt: skip
         """Out [B, t, H, D] of this rank's tokens, from theirs."""
-        options = Options(
-            dropout_p, softmax_scale, causal, window_size, alibi_slopes, group=self.group, softcap=softcap
-        )
-        return self.attention(query, key, value, options)
+        given = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, group=self.group, softcap=softcap)
+        return self.attention(query, key, value, given)
 
 
 class LongContextAttention(UlyssesAttention):
@@ -128,9 +126,7 @@ def extract_local(
     ud = world_size // rd if ud is None else ud
     layout = Layout(layout_of(name), value.shape[dim], rd, ud)
     if layout.padded_length != layout.length:
-        raise ValueError(
-            f"{layout.length} tokens over ring={rd} x ulysses={ud}: pad them to {layout.padded_length} tokens"
-        )
+        raise ValueError(f"{layout.length} tokens over ring={rd} x ulysses={ud}: pad them to {layout.padded_length}")
     place = rank % (rd * ud)
     r, u = divmod(place, ud) if PROCESS_GROUP.ulysses_low else (place % rd, place // rd)
     return value.index_select(dim, torch.from_numpy(positions_of(layout.held(r, u))).to(value.device))

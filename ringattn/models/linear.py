@@ -42,8 +42,7 @@ def check_stream(x: Tensor, d_model: int, rows: int | None, plan: Plan | None = 
     check_input(x, d_model, plan)
     if x.requires_grad:
         raise ValueError(
-            "x requires gradients, but prefill and step have none: call them under torch.no_grad(), or train with "
-            "forward"
+            "x requires gradients, but prefill and step have none: call them in torch.no_grad(), or train with forward"
         )
     if rows is not None and len(x) != rows:
         raise ValueError(f"x has {len(x)} batch rows, the sequence so far {rows}; reset() first")

@@ -119,9 +119,7 @@ def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
 
 def kind_of(words: Words) -> tuple[Any, ...]:
     """A call's words with only the presence of documents, since every batch has other documents."""
-    return tuple(
-        (name, word == "None" if name in ("docs", "key_docs", "plan.docs") else word) for name, word in words.items()
-    )
+    return tuple((name, word == "None" if name.endswith("docs") else word) for name, word in words.items())
 
 
 def watched(plan: Plan) -> bool:

@@ -246,9 +246,8 @@ def within(plan: Plan, shift: int, docs: Docs | None, device: torch.device) -> T
     """For each position p of this rank, whether p - shift is in the same document, [1 or rows, T_local]."""
     at, rows = own_positions(plan), []
     for starts in np.array([[0, plan.seq_len]]) if docs is None else (docs.first or docs).starts:
-        begin, end = (
-            np.append(x, plan.seq_len)[np.searchsorted(starts[1:], at, "right")] for x in (starts, starts[1:])
-        )
+        i = np.searchsorted(starts[1:], at, "right")
+        begin, end = (np.append(x, plan.seq_len)[i] for x in (starts, starts[1:]))
         rows.append((at < starts[-1]) & (at - shift >= begin) & (at - shift < end))
     return torch.from_numpy(np.stack(rows)).to(device)
 

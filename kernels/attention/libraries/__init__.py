@@ -7,9 +7,7 @@ them all and merges their results. Differences in conventions (order of dims, th
 from ringattn.kernels import Problem
 
 
-def gpu_refusal(
-    problem: Problem, name: str, oldest: tuple[int, int], largest: int, any_mask: bool = False
-) -> str | None:
+def gpu_refusal(problem: Problem, name: str, oldest: tuple[int, int], most: int, any_mask: bool = False) -> str | None:
     """What every GPU vendor here refuses: other devices and dtypes, unsupported dims; and softcap and all but a few
     rectangles, unless it takes `any_mask`.
     """
@@ -22,8 +20,8 @@ def gpu_refusal(
     if problem.softcap and not any_mask:
         return f"{name} does not support softcap"
     for dim in (problem.head_dim, problem.value_dim):
-        if dim % 8 or dim > largest:
-            return f"{name} takes head dims that are multiples of 8 up to {largest}, got {dim}"
+        if dim % 8 or dim > most:
+            return f"{name} takes head dims that are multiples of 8 up to {most}, got {dim}"
     if problem.deterministic:
         return f"the bits of {name}'s gradients differ from run to run"
     if problem.rectangles or any_mask:

@@ -68,9 +68,7 @@ def refuses(problem: Problem) -> str | None:
         return gpu_refusal(problem, NAME, (9, 0), 128) or equal_dims(problem, NAME)
     dims = problem.head_dim, problem.value_dim
     if dims not in DIMS:
-        return (
-            f"{NAME} is used for head dims {', '.join(f'{d}/{v}' if d != v else str(d) for d, v in DIMS)}, got {dims}"
-        )
+        return f"{NAME} runs with head dims {', '.join(f'{d}/{v}' if d != v else str(d) for d, v in DIMS)}, got {dims}"
     if problem.heads != problem.kv_heads and dims[0] != dims[1]:
         return f"{NAME} has no gradients for grouped heads with unequal dims"
     return gpu_refusal(problem, NAME, (9, 0), 256, any_mask=True)
@@ -128,9 +126,8 @@ def rectangles_of(
     sizes = q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
 
     def made() -> tuple[Rectangle, ...]:
-        tile = next(tiles for dim, tiles in TILES.items() if sizes[2] <= dim)[backward]
-        sequences = as_sequences(where, q_BTHD, k_BSGD, backward)
-        return sequences or as_lists(where, q_BTHD, k_BSGD, tile, backward)
+        given = where, q_BTHD, k_BSGD, backward
+        return as_sequences(*given) or as_lists(*given)
 
     return cached(where, ("fa4", backward, *sizes), made)
 
@@ -156,11 +153,10 @@ def as_sequences(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, backward: boo
     return (Rectangle(queries, keys, Packed(calls, numbers(unseen([where], queries), device))),)
 
 
-def as_lists(
-    where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, tile: tuple[int, int], backward: bool
-) -> tuple[Rectangle, ...]:
+def as_lists(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, backward: bool) -> tuple[Rectangle, ...]:
     """The step as lists of tiles, of the queries that see a key and of the keys that are seen, as the host knows."""
-    (B, T), S = q_BTHD.shape[:2], k_BSGD.shape[1]
+    (B, T, _, D), S = q_BTHD.shape, k_BSGD.shape[1]
+    tile = next(tiles for dim, tiles in TILES.items() if dim >= D)[backward]
     queries, keys = slice(0, T), slice(0, S)
     if where.host is not None:
         queries, keys = extent(where)
@@ -246,7 +242,7 @@ def forward(
 
 def run_calls(
     q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, calls: Sequence[Call], into: Partial, scale: float,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> None:  # fmt: skip
     """All sequences of a step, each of which writes its rows of `into`."""
     announce()
@@ -281,7 +277,7 @@ def backward(
 
 def gradients(
     tensors: tuple[Tensor, Tensor, Tensor], calls: Sequence[Call], rows: Rows, dq_BTHD: Tensor, scale: float,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(dk, dv) of a step that is sequences; writes the rows of dq of queries that see a key."""
     B, out = len(dq_BTHD), torch.zeros_like(rows.dout) if rows.out is None else rows.out
@@ -329,18 +325,14 @@ def finished(into: Partial, empty: Tensor | None) -> Partial:
     return into
 
 
-def write(
-    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, into: Partial, *, scale: float,
-    softcap: float | None = None,
-) -> None:  # fmt: skip
-    run_calls(q_BTHD, k_BSGD, v_BSGV, disjoint_calls(where, k_BSGD, backward=False), into, scale, softcap)
+def write(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, into: Partial, **score: Any) -> None:
+    run_calls(q_BTHD, k_BSGD, v_BSGV, disjoint_calls(where, k_BSGD, backward=False), into, **score)
 
 
 def backward_disjoint(
-    tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, dq_BTHD: Tensor, *, scale: float,
-    softcap: float | None = None,
-) -> tuple[Any, Any]:  # fmt: skip
-    return gradients(tensors, disjoint_calls(where, tensors[1], backward=True), rows, dq_BTHD, scale, softcap)
+    tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, dq_BTHD: Tensor, **score: Any
+) -> tuple[Any, Any]:
+    return gradients(tensors, disjoint_calls(where, tensors[1], backward=True), rows, dq_BTHD, **score)
 
 
 def disjoint_calls(where: Intervals, k_BSGD: Tensor, backward: bool) -> list[Call]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from ringattn.kernels import Problem
 from ringattn.kernels.attention.libraries import cudnn_refusal, equal_dims
@@ -85,8 +86,6 @@ def packed(cells: np.ndarray, mask: CudnnMask) -> Rectangle:
 
 def packs() -> bool:
     """Whether the GPUs here have packed documents."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
     return bool(cudnn.check_compute_capability("9.0"))
 
 
@@ -139,8 +138,6 @@ def rows_with_delta(delta: Array, like: Array) -> tuple[Array, Array]:
 
 def fused_forward(q: Array, k: Array, v: Array, mask: CudnnMask, scale: float) -> tuple[Array, Array]:
     """cuDNN's forward for one rectangle."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
     lengths, offsets = documents(mask, q)
     out, lse = cudnn.dot_product_attention(
         q, k, v, scale=scale, mask_type=cudnn.MaskType[mask.kind], qkv_layout="BTNH", return_residual=True,
@@ -153,8 +150,6 @@ def fused_backward(
     q: Array, k: Array, v: Array, dout: Array, lse: Array, out: Array, mask: CudnnMask, scale: float
 ) -> tuple[Array, Array, Array]:
     """cuDNN's backward for one rectangle."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
     unused = jnp.zeros(0, q.dtype)  # bias and pages, and without documents their lengths and offsets
     lengths, offsets = (unused if x is None else x for x in documents(mask, q))
     lse = lse.swapaxes(1, 2) if mask.starts is None else padded(lse, mask.starts)

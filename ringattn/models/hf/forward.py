@@ -92,9 +92,7 @@ def keep_outermost(model: Any) -> None:
 
 
 @torch.compiler.disable
-def few(
-    self: Any, keep: int | Tensor, plan: Plan, following: dict[str, Tensor | None], given: dict[str, Any]
-) -> Kept | None:
+def few(self: Any, keep: int | Tensor, plan: Plan, following: dict[str, Any], given: dict[str, Any]) -> Kept | None:
     """The tokens whose logits are wanted, if that is not all; the model computes those of this rank."""
     if not isinstance(keep, Tensor) and not keep:
         return None

@@ -196,9 +196,7 @@ def padding_of(attention_mask: Tensor | None, cache: RanksCache, B: int, n: int)
         )
     mask = attention_mask.long()
     if (mask.diff(dim=1) < 0).any():
-        raise ValueError(
-            "attention_mask has padding behind real tokens; generate takes it on the left, before a prompt"
-        )
+        raise ValueError("attention_mask has padding behind real tokens; generate takes it on the left of a prompt")
     cache.padding = cache.length + n - mask.sum(1)
     return n - mask[:, -n:].sum(1)
 

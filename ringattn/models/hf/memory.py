@@ -39,8 +39,12 @@ def in_pieces(model: Any) -> Any:
     head = bare.get_output_embeddings() if hasattr(bare, "get_decoder") else None
     if head is None:
         raise ValueError(f"{type(model).__name__} is not a transformers model that predicts tokens")
-    for module in of_single_tokens(bare.get_decoder()):
-        give(module, by_pieces)
+    decoder = bare.get_decoder()
+    mlps = [getattr(layer, name, None) for layer in decoder.modules() for name in NAMES]
+    norms = [m for m in decoder.modules() if type(m).__name__.endswith("Norm")]
+    for module in (*mlps, *norms):
+        if isinstance(module, nn.Module) and of_single_tokens(module):
+            give(module, by_pieces)
     give(head, losses_or_logits)
     return model
 
@@ -52,15 +56,8 @@ def give(module: Any, forward: Any) -> None:
         vars(module).update(new, forward=MethodType(forward, module))
 
 
-def of_single_tokens(decoder: nn.Module) -> list[nn.Module]:
-    """The norms and the MLPs without experts and random numbers."""
-    mlps = [getattr(layer, name, None) for layer in decoder.modules() for name in NAMES]
-    norms = [m for m in decoder.modules() if type(m).__name__.endswith("Norm")]
-    return [m for m in (*mlps, *norms) if isinstance(m, nn.Module) and fits(m)]
-
-
-def fits(module: Any) -> bool:
-    """Whether it is a function of single tokens and nothing else, of a known width."""
+def of_single_tokens(module: Any) -> bool:
+    """Whether a norm or an MLP is a function of single tokens and nothing else, of a known width."""
     draws = any(isinstance(x, nn.Dropout) and x.p for x in module.modules())
     unary = len(signature(module.forward).parameters) == 1
     return bool(unary and not draws and not hasattr(module, "experts") and width(module))

@@ -17,9 +17,7 @@ UNUSED = ("max_length_q", "max_length_k")  # the others contain it already
 RULE = "create_position_ids_from_"  # and input_ids or inputs_embeds
 
 
-def documents(
-    B: int, T: int, attention_mask: Tensor | None, position_ids: Tensor | None, more: dict[str, Any]
-) -> Docs | None:
+def documents(B: int, T: int, attention_mask: Any, position_ids: Tensor | None, more: dict[str, Any]) -> Docs | None:
     """The documents of every row; None where each is one whole document.
 
     A row is cut where padding begins or ends, where a position is not the one before plus one, and where `more` begins

@@ -40,9 +40,7 @@ def refuse(model: nn.Module, plan: Any) -> None:
 
 def refuse_model(model: nn.Module, name: str) -> None:
     if hasattr(getattr(model, "module", None), "set_attn_implementation"):
-        raise ValueError(
-            f"this model is wrapped in {name}: prepare before wrapping, as in {name}(hf.prepare(model, plan))"
-        )
+        raise ValueError(f"this model is wrapped in {name}: prepare before wrapping, {name}(hf.prepare(model, plan))")
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"{name} is not a transformers model")
@@ -72,9 +70,7 @@ def refuse_model(model: nn.Module, name: str) -> None:
     if getattr(text, "output_router_logits", False):
         raise ValueError(f"{name} has output_router_logits in its config: {ROUTERS}; set it to False")
     if getattr(text, "attention_dropout", 0.0):
-        raise ValueError(
-            f"{name} has attention_dropout={text.attention_dropout}; set it to 0, dropout is not supported"
-        )
+        raise ValueError(f"{name} has attention_dropout={text.attention_dropout}; set it to 0: it is not supported")
 
 
 def uses_interface(model: nn.Module) -> bool:
@@ -87,8 +83,7 @@ def refuse_other_attention(model: Any) -> None:
     way = model.config.get_text_config()._attn_implementation
     if way != NAME:
         raise ValueError(
-            f"{type(model).__name__} was prepared, and then given {way!r} as its attention; leave that as prepare set "
-            "it"
+            f"{type(model).__name__} was prepared, and then given {way!r} as its attention; leave it as prepare set it"
         )
 
 

@@ -74,9 +74,8 @@ def mean_loss(result: Tensor, asked: Wanted, plan: Plan, over: Sequence[Any], it
     labels = asked.labels.to(result.device)
     losses, counted = result, labels != IGNORED
     if result.dim() == 3:
-        losses = in_pieces(
-            token_losses, tokens_at_once(LOGITS, result.shape[-1], len(result)), result, labels, weights=()
-        )
+        at_once = tokens_at_once(LOGITS, result.shape[-1], len(result))
+        losses = in_pieces(token_losses, at_once, result, labels, weights=())
     if asked.others is not None:  # of a few tokens, where branches go on from them
         others = asked.others.to(result.device)
         n, rows, at = (others != IGNORED).nonzero(as_tuple=True)
@@ -108,8 +107,7 @@ def kept(keep: int | Tensor, plan: Plan, device: torch.device) -> Kept:
         at = keep.numpy(force=True)
         if at.ndim != 1 or at.dtype.kind not in "iu" or not at.size or (at < -T).any() or (at >= T).any():
             raise ValueError(
-                f"logits_to_keep has shape {tuple(keep.shape)} and dtype {keep.dtype}; expected positions [n], of {T} "
-                "tokens"
+                f"logits_to_keep has shape {tuple(keep.shape)} and dtype {keep.dtype}; expected positions [n] below {T}"
             )
         at = np.where(at < 0, at + T, at)
     else:

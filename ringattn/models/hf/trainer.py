@@ -291,7 +291,7 @@ class Counted:
             if total is not None and hasattr(batch, "values"):  # not prompts, of which TRL makes batches later
                 n, (ranks, mine) = next(len(x) for x in batch.values() if isinstance(x, Tensor)), self.place
                 at = torch.arange(n) + mine * self.batch_size
-                for name in [name for name in LABELS if batch.get(name) is not None]:
+                for name in [name for name in ("labels", "shift_labels") if batch.get(name) is not None]:
                     repeated = (before + at >= total)[:, None].to(batch[name].device)
                     batch[name] = batch[name].long().masked_fill(repeated, IGNORED)
                 full = total - before >= self.batch_size * ranks
@@ -303,6 +303,3 @@ class Counted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
-
-
-LABELS = "labels", "shift_labels"

@@ -153,9 +153,7 @@ def cut_arguments(self: Any, share: Share, args: Any, kwargs: dict[str, Any]) ->
             mine[argument] = share.take(x, 1)
         elif argument not in PASSED and holds_tensors(x):
             if places is None:
-                raise ValueError(
-                    f"{name} is given {argument}, which has no row a token: it cannot be spread over ranks"
-                )
+                raise ValueError(f"{name} is given {argument} without a row a token: it cannot be spread over ranks")
             mine[argument] = places.take(x, argument)
         else:
             mine[argument] = x

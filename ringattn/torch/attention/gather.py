@@ -4,14 +4,17 @@ While one group is computed, the keys of the next one arrive and the gradients o
 fast for short sequences; it needs O(T) memory for the keys of two groups.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 from ringattn.comms.axis import All, Axis, Pending, Then
-from ringattn.torch.attention.steps import Entered, Grads, Seen
+from ringattn.torch.attention.steps import Grads
 from ringattn.torch.attention.ulysses import Order
 
 
-def gathered(group: Entered | Seen, axis: Axis, order: Order) -> Pending:
+def gathered(group: Sequence[Any], axis: Axis, order: Order) -> Pending:
     """A group (q, k, v, ...) with the keys and values of all ranks, in the order of the sequence."""
     q, k, v, *rest = group
 

@@ -17,7 +17,7 @@ from ringattn.kernels.total import Total
 from ringattn.layouts.dealing import joined
 from ringattn.steps.rank import Step
 from ringattn.steps.table import Ranges
-from ringattn.torch.attention.steps import Score
+from ringattn.torch.attention.steps import DisjointGradients, DisjointResult, Gradients, Result, Score
 from ringattn.torch.attention.transfers import DONE, MAIN, Side, Sums, exchange_for, receive, send
 
 
@@ -30,7 +30,7 @@ def forward(
     """
     block: Sequence[Tensor] = (k, v)
     keys, next_block, phase, side = block, DONE, None, None
-    result = score.result(q, v, steps, start)
+    result = (DisjointResult if steps[0].queries else Result)(score, q, v.shape[-1], steps, start)
     for i, (step, next_step) in enumerate(with_next(steps), start=2):
         if step.phase is not phase:
             phase = step.phase
@@ -64,7 +64,7 @@ def backward(
     phase, side, sums_received, returned = None, None, DONE, DONE
     returned_rows: Ranges = ()
     local = sums = Sums(axis, low, score.kernel.fills, *block)
-    gradients = score.gradients(q, rows, steps)
+    gradients = (DisjointGradients if steps[0].queries else Gradients)(score, q, rows, steps)
     for i, (step, next_step) in enumerate(with_next(steps), start=1):
         label = f"step {i} of {len(steps)}"
         if step.phase is not phase:

@@ -24,10 +24,7 @@ from ringattn.plans.mask import Mask
 from ringattn.plans.recipe import Visible
 from ringattn.steps.rank import Queries, Step
 
-# The tensors of one group of heads, of a whole ring shard.
-Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from
-Seen = Sequence[Any]  # q, k, v, out, lse and the gradients of the latter two, of lse perhaps None
-Grads = Sequence[Any]  # dq, dk, dv, and delta where it is requested
+Grads = Sequence[Any]  # of one group of heads: dq, dk, dv, and delta where it is requested
 
 
 class Score(NamedTuple):
@@ -37,14 +34,6 @@ class Score(NamedTuple):
     attend: Callable[..., Partial]
     backward: Callable[..., Any]  # (tensors, where, rows, want, into) -> dq, dk, dv
     disjoint: Disjoint | None  # of a kernel that has it
-
-    def result(self, q: Tensor, v: Tensor, steps: Sequence[Step], start: Partial | None) -> "Result | DisjointResult":
-        """What the steps of a forward pass add to."""
-        return (DisjointResult if steps[0].queries else Result)(self, q, v.shape[-1], steps, start)
-
-    def gradients(self, q: Tensor, rows: Rows, steps: Sequence[Step]) -> "Gradients | DisjointGradients":
-        """What the steps of a backward pass add to."""
-        return (DisjointGradients if steps[0].queries else Gradients)(self, q, rows, steps)
 
 
 class Result:
@@ -99,9 +88,8 @@ class Gradients:
             queries, heads = step.heads
             tensors, rows = (self.q[:, :, queries], k[:, :, heads], v[:, :, heads]), rows.heads(queries)
         self.inputs = tensors, step.where, rows
-        self.grad, *grads = self.score.backward(
-            *self.inputs, OF_KEYS if self.separable else EVERY, (self.dq.running, None, None)
-        )
+        want = OF_KEYS if self.separable else EVERY
+        self.grad, *grads = self.score.backward(*self.inputs, want, (self.dq.running, None, None))
         return grads
 
     def of_queries(self, step: Step) -> None:
@@ -207,13 +195,11 @@ def on_device(seen: tuple[Any, ...], device: torch.device, rectangles: bool = Tr
 def score_with(entry: kernels.Kernel, scale: float, softcap: float | None, families: bool = True) -> Score:
     """The kernel of a call; with `families` its steps may see several families of intervals."""
     kernel: TorchKernel = over_families(entry.load()) if families else entry.load()
-    given: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
     disjoint = kernel.disjoint
     if disjoint:
-        disjoint = disjoint._replace(
-            write=partial(disjoint.write, **given), backward=partial(disjoint.backward, **given)
-        )
-    return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given), disjoint)
+        disjoint = disjoint._replace(write=partial(disjoint.write, **how), backward=partial(disjoint.backward, **how))
+    return Score(kernel, partial(kernel.attend, **how), partial(kernel.backward, **how), disjoint)
 
 
 arch_of = lru_cache(torch.cuda.get_device_capability)  # cached, since every call needs it

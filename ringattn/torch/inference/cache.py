@@ -20,7 +20,7 @@ from ringattn import serving
 from ringattn.check import cache as check
 from ringattn.check.arguments import of_arrays
 from ringattn.layouts.layout import Layout
-from ringattn.masks.spec import raise_if, whole
+from ringattn.masks.spec import raise_if
 from ringattn.plans.plan import Plan
 from ringattn.serving import Heads, Stripes, prefill_way
 from ringattn.torch.inference.chunk import Holder, landings
@@ -156,9 +156,7 @@ class KVCache(serving.KVCache):
         raise_if(check.of_back(new, self.lengths, first))
         if (new < self.shared).any():
             shared = self.shared.tolist()
-            raise ValueError(
-                f"truncate to {new.tolist()}: forks share the first {shared} tokens; delete the forks first"
-            )
+            raise ValueError(f"truncate to {new.tolist()}: forks share the first {shared} tokens; delete the forks")
         self.lengths = new
 
     @lasting
@@ -169,13 +167,10 @@ class KVCache(serving.KVCache):
         into memory that it frees afterwards. Shared keys stay in memory until the fork is deleted.
         """
         if self.window is not None:
-            raise NotImplementedError(
-                "a cache with a window moves its keys and cannot share them; allocate another one"
-            )
+            raise NotImplementedError("a cache with a window moves its keys and cannot share them; allocate another")
         max_len = self.max_len if max_len is None else max_len
         raise_if(check.of_fork(copies, max_len, self.lengths))
-        sizes: Any = whole(copies), whole(max_len)
-        copies, max_len = sizes
+        copies, max_len = int(copies), int(max_len)
         lengths = self.lengths.repeat(copies)
         stripes = self.from_round(int(lengths.min()))
         local = -(-(max_len - stripes.origin) // stripes.round) * stripes.block

@@ -122,9 +122,7 @@ class CacheCall:
 class Prefill(CacheCall):
     """A chunk of a prompt. `keys`: the most keys of a rank that are sent at once."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec, keys: int | None
-    ):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec, keys: Any):
         super().__init__(q, k, v, plan, cache, spec)
         self.most = whole(keys)
         self.keys = self.most or keys_at_once(plan.local_len)

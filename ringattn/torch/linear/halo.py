@@ -46,9 +46,7 @@ def causal_convolution(
     return y.unflatten(0, (-1, P)).flatten(1, 2)
 
 
-def last_tokens(
-    x_BTC: Tensor, plan: Plan, count: int, first: Tensor | None = None, lengths: Tensor | None = None
-) -> Tensor:
+def last_tokens(x_BTC: Tensor, plan: Plan, count: int, first: Tensor | None, lengths: Tensor | None) -> Tensor:
     """The last `count` tokens of the whole sequence, on every rank; a short sequence is preceded by `first`.
 
     With `lengths` [B], the last ones of the first so many tokens of each row, which zeros precede.
