@@ -13,13 +13,16 @@ import pytest
 import torch
 
 import ringattn as ra
+from ringattn.choosing import elsewhere
 from ringattn.kernels import rates
 from ringattn.kernels.partial import Partial
 from ringattn.masks.slices import Mask as Slices
+from ringattn.masks.spec import raise_if
 from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, StreamingAttention
 from ringattn.models.pieces import in_pieces
 from ringattn.plans import machine as machines
 from ringattn.plans.ranks import Ranks
+from ringattn.torch.check import of_device
 from ringattn.torch.inference.cache import KVCache
 from tests.test_bad_input import tensors
 
@@ -118,6 +121,10 @@ NO_EXCHANGE = re.compile("q has 15 tokens(?!.*exchanged)")
 SPARSE, DENSER = torch.Tensor.to_sparse, torch.Tensor.to_mkldnn
 GATE = torch.full((2, 16, 4, 8), 0.5)
 ATTENTION = [
+    (
+        lambda: raise_if(of_device(torch.ones(1), ra.plan(elsewhere("cuda", [(2, 1)]), seq_len=8))),
+        "q is on cpu, and the ranks of this plan exchange tensors on cuda; make its mesh with device_type='cpu'",
+    ),
     (lambda: ra.attention(*(x.to("meta") for x in (Q, K, V))), "q, k and v are on meta, which has no numbers"),
     (lambda: ra.attention(*map(SPARSE, (Q, K, V))), "q has the layout torch.sparse_coo; give q.to_dense()"),
     (lambda: ra.attention(Q, K, V, sinks=SPARSE(torch.zeros(4))), "sinks has the layout torch.sparse_coo"),

@@ -17,6 +17,7 @@ def problem(
     """The first problem of a call, or None."""
     return (
         of_tensors(q, k, v)
+        or of_device(q, plan)
         or of_plan(q, k, v, plan)
         or of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, spec, (plan.local_len, plan.keys.local_len), docs, key_docs)
@@ -39,6 +40,16 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor, linear: bool = False) -> str | N
     if q.is_meta:
         return "q, k and v are on meta, which has no numbers; pass tensors on a device"
     return of_dense(**named) or of_shapes(q, k, v, linear)
+
+
+def of_device(q: Tensor, plan: Plan) -> str | None:
+    """The ranks exchange tensors of that device: gloo would end the process, and NCCL waits."""
+    if plan.ring * plan.ulysses == 1 or q.device.type == plan.device:
+        return None
+    return (
+        f"q is on {q.device}, and the ranks of this plan exchange tensors on {plan.device}; make its mesh with "
+        f"device_type={q.device.type!r}"
+    )
 
 
 def of_dense(**tensors: Tensor | None) -> str | None:

@@ -19,7 +19,7 @@ from ringattn.plans.plan import Plan
 from ringattn.plans.segments import BEFORE, choose, segments, uneven
 from ringattn.torch import agree
 from ringattn.torch.attention.ulysses import Real, cleared
-from ringattn.torch.check import of_dense, of_tensors
+from ringattn.torch.check import of_dense, of_device, of_tensors
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear.documents import Documents
 from ringattn.torch.linear.states import Chains, Passage
@@ -135,6 +135,7 @@ def problem(x: Given, plan: Plan | None, asked: Settings) -> str | None:
     wrong = (
         of_linear(x, plan, asked.docs, plan.local_len)
         or of_tensors(q, k, v, linear=True)
+        or of_device(q, plan)
         or of_dense(**others)
         or of_asked(x, plan, asked, [kernel.name for kernel in linear.TABLE])
     )
