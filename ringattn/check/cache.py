@@ -119,8 +119,6 @@ def of_decoded(q: Any, k: Any, v: Any, cache: Any, spec: AttentionSpec, lengths:
 
 
 def of_back(new: np.ndarray | None, lengths: np.ndarray | None, first: np.ndarray | None) -> str | None:
-    if new is None or lengths is None or first is None:
-        return None
-    if (new <= lengths).all() and (new >= first).all():
+    if new is None or lengths is None or first is None or ((new <= lengths).all() and (new >= first).all()):
         return None
     return f"truncate to {new.tolist()}: the rows can go back from {lengths.tolist()} to {first.tolist()} tokens"

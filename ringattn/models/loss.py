@@ -140,8 +140,9 @@ def of_tokens(name: str, x: Tensor, dims: str, plan: Plan, docs: Docs | None) ->
 
 def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: Any, docs: Docs | None) -> str | None:
     """Logits and a label for each of this rank's tokens; on CPUs the labels' values are checked too."""
-    problem = of_tokens("logits", logits_BTV, "batch, tokens, vocabulary", plan, docs) or of_types(labels=labels_BT)
-    if problem:
+    if problem := of_tokens("logits", logits_BTV, "batch, tokens, vocabulary", plan, docs) or of_types(
+        labels=labels_BT
+    ):
         return problem
     shape = tuple(logits_BTV.shape)
     if tuple(labels_BT.shape) != shape[:2] or labels_BT.dtype not in (torch.int32, torch.int64):

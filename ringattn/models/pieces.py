@@ -23,9 +23,7 @@ def tokens_at_once(numbers: int, width: int, batch: int) -> int:
     return max(1, numbers // (width * max(1, batch)))
 
 
-def in_pieces(
-    function: Callable[..., Tensor], tokens: int, *given: Tensor, weights: Sequence[Tensor] | None = None
-) -> Tensor:
+def in_pieces(function: Callable[..., Tensor], tokens: int, *given: Tensor, weights: Sequence[Tensor] | None) -> Tensor:
     """`function` of a few tokens at a time; `given` are [B, T, ...].
 
     `weights` are all tensors beside `given` that it has gradients for. Without them torch's checkpoint recomputes each

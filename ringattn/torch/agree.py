@@ -70,8 +70,7 @@ def agree(plan: Plan, words: Words, problem: str | None = None, has: str | None 
         raise
     entries = list(everyone.values())
     if problem or entries.count(entries[0]) < len(entries):
-        problems = {place: entry["problem"] for place, entry in everyone.items() if entry["problem"]}
-        if problems:
+        if problems := {place: entry["problem"] for place, entry in everyone.items() if entry["problem"]}:
             where = "" if len(problems) == len(everyone) else f" (on {named(problems)})"
             raise ValueError(next(iter(problems.values())) + where)
         compare_checksums({place: entry["data"] for place, entry in everyone.items()})  # may be why words differ
@@ -193,8 +192,7 @@ def checksums(plan: Plan) -> list[int]:
 def compare_checksums(everyone: dict[Place, list[int]]) -> None:
     """Raise if ranks sharded different tensors. Ranks with different numbers of tensors are not compared."""
     (first, expected), *others = everyone.items()
-    unlike = [place for place, mine in others if len(mine) == len(expected) and mine != expected]
-    if unlike:
+    if unlike := [place for place, mine in others if len(mine) == len(expected) and mine != expected]:
         raise ValueError(
             "the ranks of one plan were given different sequences: integers (ids, labels), or the documents that the "
             f"plan lays out, of {named(unlike)} are not those of {named([first])}; give all of them the same whole "

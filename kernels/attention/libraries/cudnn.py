@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.attention.libraries import cudnn_refusal as refuses
-from ringattn.kernels.attention.libraries.rectangles import heads_first, over_rectangles
+from ringattn.kernels.attention.libraries.rectangles import over_rectangles
 
 ATTEND = torch._scaled_dot_product_cudnn_attention  # the same op as of torch.ops.aten, found sooner
 GRADIENTS = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -16,7 +16,7 @@ def forward(
     assert softcap is None  # which `refuses` refuses
     q, k, v = [x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGV)]
     out, lse = ATTEND(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
-    return heads_first(out), heads_first(lse.reshape(out.shape[:3]))
+    return out.transpose(1, 2), lse.reshape(out.shape[:3]).transpose(1, 2)
 
 
 def backward(
@@ -30,7 +30,7 @@ def backward(
         dq, dk, dv = backward(twice[0], twice[1], k_BSGD, v_BSGV, twice[2], lse_BTH, False, scale=scale)
         return dq[:, :1], dk, dv
     dout, q, k, v, out = [x.transpose(1, 2) for x in (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV)]
-    lse = heads_first(lse_BTH).contiguous().unsqueeze(-1)
+    lse = lse_BTH.transpose(1, 2).contiguous().unsqueeze(-1)
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of dropout
     lengths = (None, None, q.shape[2], k.shape[2])
     grads = GRADIENTS(dout, q, k, v, out, lse, unused, unused, None, *lengths, 0.0, causal, scale=scale)

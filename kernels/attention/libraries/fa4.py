@@ -35,7 +35,6 @@ from ringattn.kernels.attention.libraries.block_lists import block_lists
 from ringattn.kernels.attention.libraries.launches import Options, repeat
 from ringattn.kernels.attention.libraries.rectangles import (
     cached,
-    heads_first,
     merge_rows,
     over_rectangles,
     own_kernel,
@@ -237,7 +236,7 @@ def forward(
     numbers = {"softmax_scale": scale, "softcap": softcap, "return_lse": True}
     out, lse = repeat(_flash_attn_fwd, mask.options, tensors, **numbers)[:2]
     lse = nan_kept(lse) if mask.empty is None else nan_kept(lse).masked_fill_(mask.empty, NEVER)
-    return out, heads_first(lse)
+    return out, lse.transpose(1, 2)
 
 
 def run_calls(
@@ -268,7 +267,7 @@ def backward(
         fill(dq, mask.empty, 0.0)
         return dq, dk, dv
     out = torch.zeros_like(dout_BTHV) if out_BTHV is None else out_BTHV
-    lse, minus = (None if x is None else heads_first(x).contiguous() for x in (lse_BTH, delta))
+    lse, minus = (None if x is None else x.transpose(1, 2).contiguous() for x in (lse_BTH, delta))
     tensors = {"q": q_BTHD, "k": k_BSGD, "v": v_BSGV, "out": out, "dout": dout_BTHV, "lse": lse}
     tensors["dlse"] = None if minus is None else -minus
     dq, dk, dv = repeat(_flash_attn_bwd, mask.options, tensors, softmax_scale=scale, softcap=softcap or 0.0)[:3]

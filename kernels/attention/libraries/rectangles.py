@@ -179,8 +179,3 @@ def own_kernel(q: Tensor) -> TorchKernel:
 
         return triton.KERNEL
     return tiled.KERNEL
-
-
-def heads_first(x_BTHD: Tensor) -> Tensor:
-    """[B, T, H, ...] as [B, H, T, ...], and back."""
-    return x_BTHD.transpose(1, 2)

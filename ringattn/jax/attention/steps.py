@@ -127,9 +127,8 @@ Cut = Callable[[np.ndarray, np.ndarray, int], tuple[Rectangle, ...] | None]
 
 def cut_of(plan: Plan) -> Cut | None:
     """How a kernel of the plan's devices cuts known intervals (begin, end, keys); None if all take intervals."""
-    return next(
-        (kernel.load().cut for kernel in TABLE if kernel.rectangles and plan.device not in kernel.skipped_on), None
-    )
+    kernels = (kernel for kernel in TABLE if kernel.rectangles and plan.device not in kernel.skipped_on)
+    return next((kernel.load().cut for kernel in kernels), None)
 
 
 def tables_of(mask: Mask) -> list[Table] | None:

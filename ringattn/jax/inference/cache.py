@@ -67,9 +67,7 @@ class KVCache(serving.KVCache):
         cut = P((mesh and batch_axes(plan, mesh, batch)) or None, None, heads)
         raise_if(of_positions(max_len))
         if kv_heads % devices_along(plan, heads):
-            raise ValueError(
-                f"kv_heads={kv_heads}: {heads}={devices_along(plan, heads)} cut the heads; name other axes"
-            )
+            raise ValueError(f"kv_heads={kv_heads}: {heads}={devices_along(plan, heads)} cut the heads; name others")
         rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
         tokens = spec_of(cut, sequence_axes(plan)) if mesh else P()
         k, v = (zeros((*rows, dim), dtype, mesh, tokens) for dim in dims)

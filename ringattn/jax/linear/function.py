@@ -30,7 +30,8 @@ def linear_attention(x: Given, plan: Plan | None, asked: Settings) -> Any:
     q, k, v, *_ = x
     plan, inside = located(q, k, v, plan, linear=True)
     length, docs = plan.local_len if inside else plan.tokens.padded_length, asked.docs
-    raise_if(problem_of(x, plan, asked, length) or of_known(x, plan, asked))
+    problem = of_linear(x, plan, docs, length) or of_dtypes(q, k, v) or of_asked(x, plan, asked, KERNELS)
+    raise_if(problem or of_known(x, plan, asked))
     scale = q.shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
     returns = returned_states(x, asked)
     documents = returns == "documents" or by_document(x, docs)
@@ -45,11 +46,6 @@ def linear_attention(x: Given, plan: Plan | None, asked: Settings) -> Any:
 
     out, end = on_every_device(recomputed, call, plan, inside, tuple(x), (docs and docs.starts,), cuts, eager)
     return (out, end) if asked.return_state else out
-
-
-def problem_of(x: Given, plan: Plan, asked: Settings, length: int) -> str | None:
-    """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
-    return of_linear(x, plan, asked.docs, length) or of_dtypes(*x[:3]) or of_asked(x, plan, asked, KERNELS)
 
 
 def of_known(x: Given, plan: Plan, asked: Settings) -> str | None:

@@ -55,8 +55,7 @@ def refuse_model(model: nn.Module, name: str) -> None:
     if any(kind in name for kind in POOLED):
         raise ValueError(f"{name} predicts from one token, which only one rank holds, and is not supported")
     supported_types = {*LAYERS, *POINTWISE, *(getattr(layer, "layer_type", LINEAR) for layer in linear)}
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - supported_types)
-    if others:
+    if others := sorted(set(getattr(text, "layer_types", None) or ()) - supported_types):
         raise ValueError(
             f"{name} has layers of type {', '.join(others)}; supported are {', '.join(LAYERS)}, and linear attention "
             "by the delta rule or Mamba-2"
@@ -64,8 +63,7 @@ def refuse_model(model: nn.Module, name: str) -> None:
     ours = {id(module) for module in convolutions(model)}
     running: Any = model if text is config else model.get_decoder()  # type: ignore[operator]  # towers see no text
     convolving = [m for m in running.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-    mixing = sorted({type(m).__name__ for m in convolving if id(m) not in ours})
-    if mixing:
+    if mixing := sorted({type(m).__name__ for m in convolving if id(m) not in ours}):
         raise ValueError(f"{name} also mixes tokens by {', '.join(mixing)}, which is not spread over ranks")
     if getattr(text, "output_router_logits", False):
         raise ValueError(f"{name} has output_router_logits in its config: {ROUTERS}; set it to False")
@@ -105,8 +103,7 @@ def accepted(kwargs: dict[str, Any]) -> dict[str, Any]:
     if kwargs.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported: a prepared model gives loss and logits by name")
     wanted = {k: v for k, v in kwargs.items() if v is not None and v is not False and k != "use_cache"}
-    unknown = sorted(set(wanted) - {*ARGUMENTS, *PACKING, *UNUSED})
-    if unknown:
+    if unknown := sorted(set(wanted) - {*ARGUMENTS, *PACKING, *UNUSED}):
         raise ValueError(f"a prepared model does not take {', '.join(unknown)}")
     if wanted.get("output_router_logits"):
         raise ValueError(f"output_router_logits: {ROUTERS}")

@@ -117,5 +117,5 @@ def kept(keep: int | Tensor, plan: Plan, device: torch.device) -> Kept:
     most, slots = max(map(len, rows.values())), np.empty(T, np.int64)
     for i, place in enumerate(places):
         slots[local_positions(plan, *place)[rows[place]]] = i * most + np.arange(len(rows[place]))
-    mine = rows[plan.place]
-    return Kept(torch.from_numpy(mine).to(device), torch.from_numpy(slots[at]).to(device), most, plan)
+    mine, order = (torch.from_numpy(x).to(device) for x in (rows[plan.place], slots[at]))
+    return Kept(mine, order, most, plan)

@@ -165,11 +165,9 @@ def bind_prefill(
         call.check(cache, cache.overflow(plan.seq_len))
         return call
     problem = (
-        of_types(q, k, v, spec, sinks, plan)
+        of_given(q, k, v, spec, sinks, plan)
         or of_choice("move", move, ("auto", *WAYS))
         or of_sizes("keys", keys=keys)
-        or check.of_tensors(q, k, v)
-        or check.of_sinks_for(q, sinks)
         or of_chunk(q, k, v, plan, cache, spec, plan.local_len)
     )
     kind, how = partial(Prefill, q, k, v, plan, cache, spec, keys), f"move={move}, keys={whole(keys)}"
@@ -191,11 +189,9 @@ def bind_decode(
         call.check(cache, problem)
         return call
     problem = (
-        of_types(q, k, v, spec, sinks, plan)
+        of_given(q, k, v, spec, sinks, plan)
         or of_unknown("decode", unknown)
-        or check.of_tensors(q, k, v)
         or of_parents(parents, k.shape[1])
-        or check.of_sinks_for(q, sinks)
         or of_decoded(q, k, v, cache, spec, cache.lengths)
     )
     how = "decode" if problem or not tree else f"decode, parents={drafts(parents)}"
@@ -213,8 +209,9 @@ def look_up(cache: KVCache, tensors: Sequence[Any], *how: Any) -> tuple[Any, Any
         return None, None
 
 
-def of_types(q: Any, k: Any, v: Any, spec: Any, sinks: Any, plan: Plan) -> str | None:
-    return of_arguments(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
+def of_given(q: Any, k: Any, v: Any, spec: Any, sinks: Any, plan: Plan) -> str | None:
+    problem = of_arguments(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
+    return problem or check.of_tensors(q, k, v) or check.of_sinks_for(q, sinks)
 
 
 def of_capture(cache: KVCache, call: Any) -> str | None:

@@ -108,8 +108,7 @@ class Documents:
     def folded(self, x: Tensor) -> Tensor:
         """[B, T, ...] as rows [R, L, ...]; zeros where a row is filled up. Padding is in no row."""
         token, none, _, _ = self.places
-        tokens = x.flatten(0, 1).index_select(0, token).index_fill_(0, none, 0)
-        return tokens.unflatten(0, self.shape)
+        return x.flatten(0, 1).index_select(0, token).index_fill_(0, none, 0).unflatten(0, self.shape)
 
     def whole(self, x: Tensor) -> Tensor:
         """The inverse of `folded`; zeros for padding."""
