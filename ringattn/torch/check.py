@@ -61,9 +61,7 @@ def of_dense(**tensors: Tensor | None) -> str | None:
 
 
 def of_sinks_for(q: Tensor, sinks: Tensor | None) -> str | None:
-    if sinks is None:
-        return None
     problem = of_dense(sinks=sinks) or of_sinks(sinks, q.shape[2])
-    if problem is None and sinks.device != q.device:
+    if problem is None and sinks is not None and sinks.device != q.device:
         problem = f"sinks is on {sinks.device}, q on {q.device}; put both on one device"
     return problem

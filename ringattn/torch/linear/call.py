@@ -65,8 +65,6 @@ class LinearCall:
 
     def inputs(self, x: Given) -> Inputs:
         """The tokens of this rank's segments, for the kernel; padding is zeroed."""
-        if self.real is None:
-            return self.rows_of(x[:5])
         return self.rows_of([None if t is None else cleared(t, self.real) for t in x[:5]])
 
     def rows_of(self, tensors: Sequence[Tensor | None]) -> Inputs:
@@ -76,12 +74,8 @@ class LinearCall:
         assert q is not None and k is not None and v is not None
         return Inputs(q, k, v, g, beta, self.begin, self.scale)
 
-    def of_output(self, dout: Tensor) -> Tensor:
-        """The gradient of this rank's outputs, as `inputs`."""
-        return rows(dout if self.real is None else cleared(dout, self.real), self.parts)
-
     def whole(self, x: Tensor) -> Tensor:
-        """The inverse of `of_output`."""
+        """The tokens of this rank, from rows for its segments."""
         return x if self.parts == 1 else x.unflatten(0, (self.batch, self.parts)).flatten(1, 2)
 
 

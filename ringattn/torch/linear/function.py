@@ -18,11 +18,10 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.torch.agree import agree
 from ringattn.torch.attention.ulysses import cleared
 from ringattn.torch.dispatch import first_order, no_autocast, no_view
-from ringattn.torch.linear.call import LinearCall
+from ringattn.torch.linear.call import LinearCall, rows
 from ringattn.torch.linear.documents import state_of
 from ringattn.torch.sharding import summed
 
-Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor | None, ...]  # in the order of `Given`
 
 
@@ -44,7 +43,7 @@ class LinearAttention(torch.autograd.Function):
     backward = first_order(run_backward, "ringattn.linear_attention")
 
 
-def forward(call: LinearCall, given: Given) -> Outputs:
+def forward(call: LinearCall, given: Given) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(out, the state behind the last token), and for backward, if it will run, the state before each of this rank's
     segments, or before each chunk. With one state a document: the state behind each of them, the states before segments
     and, in the place of those before chunks, those before rows.
@@ -82,7 +81,7 @@ def backward(
     with no_autocast(given.q.device):
         if call.documents is not None:
             return backward_by_documents(call, given, start, kept, dout, dend)
-        x, dout = call.inputs(given), call.of_output(dout)
+        x, dout = call.inputs(given), rows(cleared(dout, call.real), call.parts)
         back = call.kernel.scan_gradients(x, dout, maps=not call.alone)
         transfer: Any = None
         if call.passages:
