@@ -11,6 +11,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from ringattn.comms.engines import IN, OUT, Copy, Lanes, Signal, signal
 from ringattn.comms.memory import STRIDE
@@ -20,10 +21,6 @@ MAX_AVERAGE = 8 * 2**20  # if they have fewer bytes than this on average
 PROGRAMS = {OUT: 96, IN: 32}  # of the kernel, at most: as fast as more, and they leave multiprocessors to others
 
 Told = Callable[[int, int], tuple[int, int]]  # of a lane that waited for a peer: where it writes which number
-
-
-def no_waits(lane: int, peer: int) -> tuple[int, int]:
-    raise AssertionError("this script waits for no peer")
 
 
 class Script:
@@ -77,8 +74,8 @@ class Script:
             self.flush(lane)
         return self
 
-    def launch(self, lanes: Lanes, tensors: Sequence[int] = (), told: Told = no_waits) -> None:
-        """`tensors`: the addresses of the tensors."""
+    def launch(self, lanes: Lanes, tensors: Sequence[int] = (), told: Any = None) -> None:
+        """`tensors`: their addresses; `told`: None for a script without waits."""
         bases = 0, *tensors
         for call in self.calls:
             call(lanes, bases, told)

@@ -402,22 +402,6 @@ def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot):
     on_ranks(one_rank, axes(3, kind=NothingAwaited))
 
 
-def test_a_move_fills_every_piece_of_a_scattered_tensor(slot):
-    def one_rank(axis):
-        x = torch.arange(2 * 6 * 5.0).reshape(2, 6, 5) + 100 * axis.rank
-        room = torch.full((2, 12, 5), -1.0)
-        others = [r for r in range(3) if r != axis.rank]
-        into = {r: [room[:, 4 * r : 4 * r + 2], room[:, 4 * r + 2 : 4 * r + 4]] for r in others}
-        wide = x.transpose(1, 2).contiguous().transpose(1, 2)  # more runs of memory than are worth a copy each
-        axis.move({r: [wide[:, :2], x[:, 4:]] for r in others}, into).wait()
-        for r in others:
-            whole = torch.arange(2 * 6 * 5.0).reshape(2, 6, 5) + 100 * r
-            assert torch.equal(room[:, 4 * r : 4 * r + 4], torch.cat([whole[:, :2], whole[:, 4:]], 1))
-        assert room[:, 4 * axis.rank : 4 * axis.rank + 4].eq(-1).all()
-
-    on_ranks(one_rank, axes(3))
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_exchanges_that_come_again_move_the_tensors_of_today(seed, slot):
     """Of a few kinds, in any order, with tensors that lie elsewhere each time."""
@@ -446,9 +430,7 @@ def test_exchanges_that_come_again_move_the_tensors_of_today(seed, slot):
                 axis.move(dict.fromkeys(ranks, mine), into, persistent=persistent).wait()
             for r, both in rooms.items():
                 for x in both:
-                    assert x[:, 1:].eq(10 * r + turn).all() and x[:, :1].eq(99).all(), (
-                        f"{turn} {r} {kinds[turns[turn]]} {size} {x[0, :, 0].tolist()}"
-                    )
+                    assert x[:, 1:].eq(10 * r + turn).all() and x[:, :1].eq(99).all(), (turn, r)
         assert axis.peers.written.cache_info().hits > 0
 
     on_ranks(one_rank, axes(size))

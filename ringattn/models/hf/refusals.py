@@ -68,7 +68,7 @@ def refuse_model(model: nn.Module, name: str) -> None:
     if getattr(text, "output_router_logits", False):
         raise ValueError(f"{name} has output_router_logits in its config: {ROUTERS}; set it to False")
     if getattr(text, "attention_dropout", 0.0):
-        raise ValueError(f"{name} has attention_dropout={text.attention_dropout}; set it to 0: it is not supported")
+        raise ValueError(f"{name} has attention_dropout={text.attention_dropout}: no dropout is supported, set 0")
 
 
 def uses_interface(model: nn.Module) -> bool:
