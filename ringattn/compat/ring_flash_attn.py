@@ -153,24 +153,22 @@ def of_batch(layout: str, axis: str = "ring") -> Function:
         if (spec.causal or spec.window) and q.shape[1] != k.shape[1]:
             what = "causal" if spec.causal else "a window"
             raise ValueError(f"{what}: {q.shape[1]} queries a rank and {k.shape[1]} keys; they must be the same tokens")
-        return attended(q, k, v, plan, spec, None, options)
+        return attended(q, k, v, plan, spec, None, options.return_attn_probs)
 
     return function
 
 
-def attended(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, given: Options
-) -> Any:
+def attended(q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, probs: bool) -> Any:
     """out; if probabilities are requested (out, lse with heads before tokens, None)."""
-    if not given.return_attn_probs:
+    if not probs:
         return api.attention(q, k, v, plan, spec=spec, docs=docs)
     out, lse = api.attention(q, k, v, plan, spec=spec, docs=docs, return_lse=True)
     return out, lse.mT, None
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, options: Options) -> Any:
-    result = attended(q[None], k[None], v[None], plan, spec, docs, options)
-    return (result[0][0], result[1][0], None) if options.return_attn_probs else result[0]
+def packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, probs: bool) -> Any:
+    result = attended(q[None], k[None], v[None], plan, spec, docs, probs)
+    return (result[0][0], result[1][0], None) if probs else result[0]
 
 
 def on_host(cu_seqlens: Tensor) -> list[int]:
@@ -199,7 +197,7 @@ def of_cut_documents(layout: str) -> Function:
             refuse(problem, plan)
         docs = docs_over(plan.ring, tuple(local))
         plan = plan_over(options.group, q.device.type, len(q), layout, docs=docs)
-        return packed(q, k, v, plan, spec, docs, options)
+        return packed(q, k, v, plan, spec, docs, options.return_attn_probs)
 
     return function
 
@@ -236,7 +234,7 @@ def llama3(
         starts = [local_k_slice.start + start for start in on_host(cu_seqlens_k)[:-1]]
         everyone = {start for each in plan.ring_axis.exchange_words(starts) for start in each}
         docs = Docs.from_cu_seqlens([*sorted(everyone), plan.seq_len])
-    return packed(q, k, v, plan, spec, docs, options)
+    return packed(q, k, v, plan, spec, docs, options.return_attn_probs)
 
 
 @untraced

@@ -63,15 +63,13 @@ class Kernels:
         impl = "auto" if self.needs_rectangles else self.impl
         return score_with(kernels.select(replace(self.problem, rectangles=False), impl), *self.score, families=False)
 
-    def of(self, where: Intervals) -> Score:
-        return self.chosen if self.needs_rectangles and where.are_rectangles else self.others
-
     def attend(self, q: Tensor, visits: Iterable[Visit], partial: Partial | None) -> Partial | None:
         """Attention of the queries over the keys of each visit, merged into `partial`; None if they saw none."""
         for kept, where in visits:
             if where is not None:
                 k, v = (x.flatten(1, -3) for x in kept)
-                partial = self.of(where).attend(q, k, v, where, carry=partial)
+                score = self.chosen if self.needs_rectangles and where.are_rectangles else self.others
+                partial = score.attend(q, k, v, where, carry=partial)
         return partial
 
 
