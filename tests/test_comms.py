@@ -1,6 +1,7 @@
 """Axes move what they say, in rank order; nothing in flight is written; every transfer is waited for."""
 
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -40,12 +41,9 @@ def exercise(a: Axis) -> None:
         room = torch.full((1, 8, 3), -1.0)
         shown = [mine]
         given = {r: itself, **dict.fromkeys(others, shown)}, {r: Slices([room], at)} | {s: [rows[:, s]] for s in others}
-        if shares:
-            with a.sharing(*given, persistent=False) as coming:
-                pass
-            coming.wait()
-        else:
-            a.move(*given).wait()
+        with a.sharing(*given, persistent=False) if shares else nullcontext(a.move(*given)) as coming:
+            pass
+        coming.wait()
         assert torch.equal(room[:, 1:7], torch.cat([*itself], 1)) and room[:, [0, 7]].eq(-1).all()
         assert all(rows[:, s].eq(s).all() for s in others)
     # everybody shows the same to all others beside its work, then only the even ranks do, and all but themselves look;

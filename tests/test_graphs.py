@@ -187,22 +187,6 @@ def layers(plan, given, q, k, v, sinks=None):
     return [first, second, third, *torch.autograd.grad((third + first).square().sum(), leaves)]
 
 
-@pytest.mark.parametrize("captured, given", [(0, 0), (0, 1), (1, 0), (1, 1)])
-def test_inputs_of_a_replay_may_lie_in_memory_as_those_of_the_capture_did_not(captured, given):
-    """A copy of the graph takes dense ones, and those that lie apart are copied before."""
-
-    def one_rank(mesh):
-        plan = auto(mesh)
-        for seed in (captured, captured, captured, given, given + 2):
-            inputs = drawn(plan, seed)
-            results = ra.attention(*inputs, plan), ra.attention(*inputs, auto(mesh, graphs="off"))
-            assert torch.equal(*results)
-        (mine,) = graphs_of(plan)
-        assert len(mine.captured["forward"].copied_in) == 3 * (1 - captured)
-
-    on_ranks(one_rank, 2)
-
-
 def graphs_of(plan):
     return [call.graphs for call in plan.calls.values() if call.graphs is not None]
 
@@ -228,7 +212,7 @@ def test_replays_have_the_bits_of_calls(case, sinks):
             ra.plan(mesh, **{"seq_len": 24, "kernel": "tiled"} | asked, graphs=word) for word in ("auto", "off")
         )
         results = []
-        for seed in range(4):
+        for seed in range(sinks, 4 + sinks):  # the first one's tensors are dense, or k and v are not
             inputs = drawn(plan, seed, sinks=sinks)
             results += zip(layers(plan, given, *inputs), layers(plain, given, *inputs), strict=True)
         (mine,) = graphs_of(plan)

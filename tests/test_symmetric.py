@@ -81,8 +81,7 @@ class ThreadLanes:
 
         self.put(lane, work)
 
-    def set(self, lane, flag, value=1):
-        self.signal_all(lane, engines.signal(Signal.WRITE, flag, value), 1)
+    set = Lanes.set
 
     def precede(self, lane):
         end = threading.Event()
@@ -143,8 +142,7 @@ class NothingCopied(ThreadLanes):
 class NothingAwaited(ThreadLanes):
     """The host goes on before a lane ends, as it does on a GPU."""
 
-    def precede(self, lane):
-        pass
+    precede = ThreadLanes.start
 
 
 def axes(
@@ -307,12 +305,11 @@ def test_lanes_wait_for_a_graph_that_worked_in_their_place_once_and_it_for_them(
             log.append((self, event))
 
     lanes = Lanes.__new__(Lanes)
-    lanes.device, lanes.after = None, None
-    lanes.streams, lanes.driver = tuple(map(Stream, ("out", "in", "release"))), lambda *given: driven.append(given)
+    lanes.device, lanes.after, lanes.driver = None, None, lambda *given: driven.append(given)
+    lanes.streams = tuple(map(Stream, ("out", "in", "release")))
 
     def told(stream, work, *given):
-        streams["now"] = Stream(stream)
-        log.clear()
+        streams["now"], log[:] = Stream(stream), []
         work(*given)
         return log[:]
 
@@ -345,11 +342,8 @@ def test_a_copy_is_of_all_bits_however_tensors_lie(seed):
 
     to, source = made(), made()
     memory.copy(to, source)
-    assert bits_of(to) == bits_of(memory.packed(source)) == bits_of(source)
-
-
-def bits_of(x):
-    return x.contiguous().view(torch.uint8).numpy().tobytes()
+    to, packed, source = (x.contiguous().view(torch.uint8) for x in (to, memory.packed(source), source))
+    assert to.equal(source) and packed.equal(source)
 
 
 def test_numbers_of_a_launch_lie_where_the_driver_says(monkeypatch):

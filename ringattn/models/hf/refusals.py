@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from ringattn.check.arguments import NO_DROPOUT
 from ringattn.models.hf.attention import ARGUMENTS, CHUNKED, NAME
 from ringattn.models.hf.choice import heads_of
 from ringattn.models.hf.linear import convolutions, linear_layers, names
@@ -68,7 +69,7 @@ def refuse_model(model: nn.Module, name: str) -> None:
     if getattr(text, "output_router_logits", False):
         raise ValueError(f"{name} has output_router_logits in its config: {ROUTERS}; set it to False")
     if getattr(text, "attention_dropout", 0.0):
-        raise ValueError(f"{name} has attention_dropout={text.attention_dropout}: no dropout is supported, set 0")
+        raise ValueError(f"{name} has attention_dropout={text.attention_dropout}; set it to 0: {NO_DROPOUT}")
 
 
 def uses_interface(model: nn.Module) -> bool:

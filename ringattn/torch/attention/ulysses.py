@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Axis, Pending, Then
+from ringattn.comms.memory import copy
 from ringattn.kernels.arrays import accumulator
 from ringattn.plans.cost import replicas
 
@@ -49,7 +50,12 @@ def joined(groups: Sequence[Tensor], ranks: int = 1) -> Tensor:
     """The inverse, of all groups: the heads of each rank side by side."""
     if len(groups) == 1:
         return groups[0]
-    return torch.cat([x.unflatten(2, (ranks, -1)) for x in groups], 3).flatten(2, 3)
+    B, T, heads, *rest = groups[0].shape
+    whole = groups[0].new_empty(B, T, len(groups) * heads, *rest)
+    places = whole.unflatten(2, (ranks, -1)).chunk(len(groups), 3)
+    for place, x in zip(places, groups, strict=True):
+        copy(place, x.unflatten(2, (ranks, -1)))
+    return whole
 
 
 def repeated(x: Tensor, axis: Axis) -> Tensor:
