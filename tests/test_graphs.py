@@ -61,8 +61,7 @@ class Tape(TorchDispatchMode):
         for step in self.steps:
             step()
 
-    def instantiate(self):
-        pass
+    def instantiate(self): ...
 
 
 class TapeCopy(graphs.Copy):

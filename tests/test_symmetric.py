@@ -103,8 +103,7 @@ class ThreadLanes:
     def capturing(self):
         return False
 
-    def attach(self):
-        pass
+    def attach(self): ...
 
     def precede_graph(self):
         self.finish().wait()
