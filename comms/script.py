@@ -20,14 +20,14 @@ MIN_IN_KERNEL, MAX_IN_KERNEL = 3, 255  # so many copies over a link are one kern
 MAX_AVERAGE = 8 * 2**20  # if they have fewer bytes than this on average
 PROGRAMS = {OUT: 96, IN: 32}  # of the kernel, at most: as fast as more, and they leave multiprocessors to others
 
-Told = Callable[[int, int], tuple[int, int]]  # of a lane that waited for a peer: where it writes which number
+Expect = Callable[[int, int], tuple[int, int]]  # for a lane and the peer it waits for: an address and a number to write
 
 
 class Script:
     """The calls of both lanes in order, and what they add to the counts of both sides."""
 
     def __init__(self) -> None:
-        self.calls: list[Callable[[Lanes, Sequence[int], Told], None]] = []  # given the addresses of tensors
+        self.calls: list[Callable[[Lanes, Sequence[int], Expect], None]] = []  # given the addresses of tensors
         self.signals: tuple[list[bytes], list[bytes]] = [], []  # of each lane, that are in no call yet
         self.waited: tuple[dict[int, int], dict[int, int]] = {}, {}  # the places among them where a wait is over
         self.sent: Counter[int] = Counter()  # batches by peer
@@ -40,7 +40,7 @@ class Script:
         self.signals[lane].extend((signal(Signal.WAIT, flag, 1, Signal.UNTIL_EQUAL), signal(Signal.WRITE, flag, 0)))
 
     def expect(self, lane: int, peer: int) -> None:
-        """The waits for this peer so far are over: write what the watch says."""
+        """Write a number when the waits for this peer so far are over; launches say which number, and where."""
         self.waited[lane][len(self.signals[lane])] = peer
         self.signals[lane].append(signal(Signal.WRITE, 0, 0))
 
@@ -74,11 +74,11 @@ class Script:
             self.flush(lane)
         return self
 
-    def launch(self, lanes: Lanes, tensors: Sequence[int] = (), told: Any = None) -> None:
-        """`tensors`: their addresses; `told`: None for a script without waits."""
+    def launch(self, lanes: Lanes, tensors: Sequence[int] = (), expect: Any = None) -> None:
+        """`tensors`: their addresses; `expect` may be None if the script has no waits."""
         bases = 0, *tensors
         for call in self.calls:
-            call(lanes, bases, told)
+            call(lanes, bases, expect)
 
 
 class Signals:
@@ -88,13 +88,13 @@ class Signals:
         self.lane, self.count, self.waited = lane, len(signals), tuple(waited.items())
         self.memory = ctypes.create_string_buffer(b"".join(signals), Signal.SIZE * self.count)
 
-    def __call__(self, lanes: Lanes, bases: Sequence[int], told: Told) -> None:
+    def __call__(self, lanes: Lanes, bases: Sequence[int], expect: Expect) -> None:
         for place, peer in self.waited:
-            struct.pack_into("<QQ", self.memory, Signal.SIZE * place + Signal.ADDRESS, *told(self.lane, peer))
+            struct.pack_into("<QQ", self.memory, Signal.SIZE * place + Signal.ADDRESS, *expect(self.lane, peer))
         lanes.signal_all(self.lane, self.memory, self.count)
 
 
-def by_driver(lane: int, copy: Copy, lanes: Lanes, bases: Sequence[int], told: Told) -> None:
+def by_driver(lane: int, copy: Copy, lanes: Lanes, bases: Sequence[int], expect: Expect) -> None:
     (i, to), (j, source) = (divmod(side, STRIDE) for side in copy[:2])
     lanes.copy(lane, copy._replace(to=bases[i] + to, source=bases[j] + source))
 
@@ -111,7 +111,7 @@ class InKernel:
         self.launches = [(programs, numbers, [(at, *divmod(n, STRIDE)) for at, n in enumerate(numbers) if n >= STRIDE])
                          for programs, numbers in launches(rows, PROGRAMS[lane])]  # fmt: skip
 
-    def __call__(self, lanes: Lanes, bases: Sequence[int], told: Told) -> None:
+    def __call__(self, lanes: Lanes, bases: Sequence[int], expect: Expect) -> None:
         from ringattn.comms.copies import launch
 
         for programs, numbers, places in self.launches:

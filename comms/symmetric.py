@@ -97,20 +97,20 @@ class SymmetricAxis(Moves):
         firsts = {r: batches_before(each) if shared else 0 for r, each in into.items()}
         packed = {id(each): self.dense(each, OUT, memory.packed) for each in out.values()}  # once for all readers
         leaving = {r: packed[id(each)] for r, each in out.items()}
-        lanes = {r: OUT if r == self.rank else IN for r in into}  # of what arrives
-        arriving = {r: self.dense(each, lanes[r], memory.whole) for r, each in into.items()}
+        lane_of = {r: OUT if r == self.rank else IN for r in into}  # of what arrives
+        arriving = {r: self.dense(each, lane_of[r], memory.whole) for r, each in into.items()}
         flight = Flight(self.lanes, self.watch, out, into, leaving, arriving)
         kind, addresses = memory.described(shared, persistent, self.rank, leaving, arriving, firsts)
-        scripts, told = self.peers.next_scripts(kind), partial(self.watch.expect, what)
-        scripts[0].launch(self.lanes, addresses, told)
+        scripts, expect = self.peers.next_scripts(kind), partial(self.watch.expect, what)
+        scripts[0].launch(self.lanes, addresses, expect)
 
         def rest() -> Flight:
             for script in scripts[1:]:
-                script.launch(self.lanes, addresses, told)
+                script.launch(self.lanes, addresses, expect)
             for r, each in arriving.items():
                 for x, y in zip(into[r], each, strict=True) if each is not into[r] else ():
                     if x is not y:
-                        self.lanes.fill(lanes[r], x, y)
+                        self.lanes.fill(lane_of[r], x, y)
             self.sent += scripts[-1].bytes
             return flight.launched()
 

@@ -51,7 +51,7 @@ class Watch:
         self.thread: threading.Thread | None = None
 
     def expect(self, what: str, lane: int, peer: int) -> tuple[int, int]:
-        """Note that the lane now waits for that peer. When the wait is over, it is to write where and which number?"""
+        """Note that the lane now waits for that peer; returns an address and a number to write when that is over."""
         if self.lanes.capturing():
             if self.record is None:  # the graph is the user's, and nobody reads this
                 return self.address + 4 * 2 * self.size, 0

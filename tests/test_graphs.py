@@ -64,7 +64,7 @@ class Tape(TorchDispatchMode):
     def instantiate(self): ...
 
 
-class TapeCopy(graphs.Copy):
+class TapeNode(graphs.Node):
     """It copies in the place on the tape where it was captured."""
 
     def __init__(self, way, to, source, stream):
@@ -142,7 +142,7 @@ def on_tapes(monkeypatch):
     monkeypatch.setattr(tiled, "product", lambda weights, x, hidden: weights @ x)
     monkeypatch.setattr(script, "InKernel", lanes.one_by_one)
     monkeypatch.setattr(graphs, "Memory", TapeMemory)
-    monkeypatch.setattr(graphs, "Copy", TapeCopy)
+    monkeypatch.setattr(graphs, "Node", TapeNode)
     monkeypatch.setattr(
         calls, "why_not", lambda plan, shape, spec, docs: None if plan.graphs == "auto" and docs is None else "no"
     )

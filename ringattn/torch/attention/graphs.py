@@ -81,7 +81,7 @@ def room_for(x: Tensor) -> Tensor:
     return x.new_empty(0).set_(torch.UntypedStorage(like.nbytes, device=x.device), 0, like.shape, like.stride())
 
 
-class Copy:
+class Node:
     """The copy of a tensor into a graph that is captured, or out of it: of another tensor in each replay."""
 
     INTO, OUT = 48, 136  # where a CUDA_MEMCPY3D, of 200 bytes, has the address of that tensor
@@ -114,10 +114,10 @@ class Graph:
                 recording.enter_context(axis.recording(record))
             self.inputs: list[Any] = [None if x is None else room_for(x) for x in tensors]
             pairs = enumerate(zip(self.inputs, tensors, strict=True))
-            self.copied_in = {i: Copy(Copy.INTO, mine, x, stream) for i, (mine, x) in pairs if are_alike(mine, x)}
+            self.copied_in = {i: Node(Node.INTO, mine, x, stream) for i, (mine, x) in pairs if are_alike(mine, x)}
             self.results = list(run(*self.inputs))
             pairs = enumerate((None if x is None else room_for(x), x) for x in self.results)
-            self.copied_out = {i: Copy(Copy.OUT, other, x, stream) for i, (other, x) in pairs if are_alike(other, x)}
+            self.copied_out = {i: Node(Node.OUT, other, x, stream) for i, (other, x) in pairs if are_alike(other, x)}
             if any(x is not None and x.numel() and i not in self.copied_out for i, x in enumerate(self.results)):
                 raise RuntimeError("a result is not dense")
         self.graph.instantiate()
