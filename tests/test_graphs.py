@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn.choosing import elsewhere
-from ringattn.comms import script, watch
+from ringattn.comms import memory, script, watch
 from ringattn.comms.local import Board, LocalMesh
 from ringattn.kernels.attention import tiled
 from ringattn.plans import plan as plans
@@ -141,6 +141,7 @@ def on_tapes(monkeypatch):
     """Only `graphs="auto"` decides, not the device; and the kernel does not look at numbers, as no GPU's does."""
     monkeypatch.setattr(tiled, "product", lambda weights, x, hidden: weights @ x)
     monkeypatch.setattr(script, "InKernel", lanes.one_by_one)
+    monkeypatch.setattr(memory, "SLOT", 512)  # several batches; outboxes of full slots would take 10 GB
     monkeypatch.setattr(graphs, "Memory", TapeMemory)
     monkeypatch.setattr(graphs, "Node", TapeNode)
     monkeypatch.setattr(
@@ -150,11 +151,8 @@ def on_tapes(monkeypatch):
 
 def meshes(ring, ulysses=1, **more):
     """A mesh for each rank, whose axes are over lanes."""
-    made, rings, swaps = (
-        [],
-        [lanes.axes(ring, kind=TapeLanes, **more) for _ in range(ulysses)],
-        [lanes.axes(ulysses, kind=TapeLanes) for _ in range(ring)],
-    )
+    rings = [lanes.axes(ring, kind=TapeLanes, **more) for _ in range(ulysses)]
+    swaps, made = [lanes.axes(ulysses, kind=TapeLanes) for _ in range(ring)], []
     for r, u in product(range(ring), range(ulysses)):
         mesh = LocalMesh(Board(), {"ring": ring, "ulysses": ulysses}, r * ulysses + u)
         mesh.made |= {"ring": rings[u][r]} if ring > 1 else {}

@@ -29,6 +29,7 @@ from ringattn.plans.footprint import Live, Sizes, replay_ring
 from ringattn.plans.mask import Mask, reads_of, table_of
 from ringattn.plans.plan import Plan
 from ringattn.plans.predict import Rates, predict
+from ringattn.plans.ranks import Ranks
 from ringattn.plans.recipe import Visible
 from ringattn.plans.sizes import Transport
 from ringattn.steps.rank import steps_of
@@ -42,8 +43,18 @@ PROBED = {"ranks": 2, "ulysses": 1, "mask": "causal", "strategy": "ring", "layou
           "kv_heads": 8, "who": "symmetric memory"}  # fmt: skip
 
 
+NOW = "1d6acafb", "c29671d9", "1a43af23"  # since which calls of short shards are launched as they are now
+SHORT = [row for row in read(ROWS / "short-h200.jsonl") if row["commit"] in NOW and row.get("mask") == "causal"]
+
+
 def measured():
     """The rows of rings that were run as they are now: on as many GPUs as ranks, by our own transports."""
+    for row in SHORT:
+        swaps, local = row["strategy"] == "ulysses", row["tokens"] // row["ranks"]
+        more = {"strategy": "ring"} if row["strategy"] == "auto" else {}
+        more |= {"ulysses": row["ranks"], "layout": "contiguous"} if swaps else {}
+        more |= {"kernel": "triton" if 32 * local < VENDOR_ROWS else "fa4"}
+        yield "h200", {**PROBED, **row, **more}, "back" in row["mode"]
     for name in ("h200", "h100"):
         for row in map(json.loads, (ROWS / f"ring-{name}.jsonl").read_text().splitlines()):
             ours = row.get("who") in (None, "symmetric memory", "nccl") if name == "h200" else row["probe"] == "ring"
@@ -55,7 +66,8 @@ def measured():
                 continue
             row = {**PROBED, **row, "kernel": kernel} if name == "h100" else row | {"kernel": kernel}
             row = {"mask": "causal", "who": None} | row
-            yield name, row, "back" in row.get("mode", "") or row.get("pass") == "both"
+            if row["tokens"] // row["ranks"] > 4096:  # of less the host took longer then
+                yield name, row, "back" in row.get("mode", "") or row.get("pass") == "both"
 
 
 def cost_of(name, row):
@@ -70,8 +82,12 @@ def cost_of(name, row):
     how = Transport("direct" if direct else "relay", 1 if direct else ring, grads="input" if narrow else "float32",
                     groups=row.get("groups") or None if swaps else None)  # fmt: skip
     shape, machine = Shape(tokens, tokens, row["heads"], row["kv_heads"], 128, 128), machines.load(name)
-    plan = Plan(tokens, ring, row["ulysses"], row["strategy"], row["layout"], transport=how, machine=machine)
-    if row.get("graphs"):  # replayed, nothing is launched
+    graphs = "auto" if row.get("graphs") == "captured" else "off"
+    plan = Plan(
+        tokens, ring, row["ulysses"], row["strategy"], row["layout"], transport=how, machine=machine, graphs=graphs,
+        axes=Ranks(None, None, device="cuda", here=False),
+    )  # fmt: skip
+    if row.get("graphs") is True:  # replayed, nothing is launched
         machine = hosted(machine, 0).replace(launch=(0.0, 0.0))
     return predict(plan, shape, spec, docs, machine, Rates(*(r * 1e12 for r in rates), narrow, row["kernel"]))
 
@@ -267,44 +283,28 @@ def test_choices_for_two_h100s_are_the_fastest_measured_candidates(monkeypatch):
         assert times[*way, both] < 1.05 * min(ms for (*_, mode), ms in times.items() if mode == both), word
         for name, mode in (("forward", "forward"), ("backward", both)):
             seconds += choice[name]["seconds"]
-            off.append(abs(seconds * 1e3 / times[*way, mode] - 1))
-    assert len(measured) == 24 and np.mean(np.array(off) < 0.15) >= 0.9 and max(off) < 0.3, sorted(off)
+            if setting.case.tokens > 8192:  # of less the host took longer then
+                off.append(abs(seconds * 1e3 / times[*way, mode] - 1))
+    assert (len(measured), len(off)) == (24, 40)
+    assert np.mean(np.array(off) < 0.15) >= 0.9 and max(off) < 0.3, sorted(off)
 
 
-# Two H200s, FlashAttention-4 (of 2,048 tokens our kernel), single eager calls: ms forward, and with backward.
-SHORT = {
-    2048: {"ring": (0.703, 2.345)},
-    4096: {"ring": (1.254, 3.605), "ulysses": (2.749, 5.370)},
-    8192: {"ring": (2.091, 7.314), "ulysses": (2.741, 8.326)},
-}
-
-
-@pytest.mark.parametrize("length", SHORT)
+@pytest.mark.parametrize("length", [2048, 4096, 8192])
 def test_the_choice_for_short_shards_is_the_measured_best_since_the_host_counts(length, monkeypatch):
     monkeypatch.setattr(
         candidates, "chosen", lambda problem, plan, back: "triton" if problem.rows < VENDOR_ROWS else "fa4"
     )
     monkeypatch.setattr(choosing, "kernel_report", lambda *given: [])
-
-    def planned(machine):
-        target = elsewhere("cuda", [(2, 1), (1, 2)], gpus=2)
-        return ra.plan(target, seq_len=2 * length, heads=(32, 8), head_dim=128, machine=machine, graphs="off")
-
-    def taken(plan):
-        """Of each strategy's best candidate."""
-        best = {}
-        for row in json.loads(plan.explain(json=True))["candidates"]:
-            forward, backward = row["forward"]["seconds"], row["backward"]["seconds"]
-            best.setdefault(row["strategy"], (1e3 * forward, 1e3 * (forward + backward)))
-        return best
-
-    plan, measured = planned("h200"), SHORT[length]
-    predicted, alone = taken(plan), taken(planned(hosted(machines.load("h200"), 0)))
-    assert plan.strategy == min(measured, key=lambda name: measured[name][1])
-    for name, ms in measured.items():
-        assert predicted[name] == pytest.approx(ms, rel=0.25), name
-    if length < 8192:  # the GPU alone takes less than two thirds
-        assert alone["ring"][1] < 0.67 * measured["ring"][1] and "; the host takes " in plan.explain()
+    target, sizes = elsewhere("cuda", [(2, 1), (1, 2)], gpus=2), {"heads": (32, 8), "head_dim": 128}
+    plan = ra.plan(target, seq_len=2 * length, **sizes, machine="h200")
+    measured = [row for row in SHORT if (row["tokens"], row["ranks"]) == (2 * length, 2) and "back" in row["mode"]]
+    assert plan.strategy == min(measured, key=lambda row: row["ms"])["strategy"]
+    seconds = [
+        first(ra.plan(target, seq_len=2 * length, **sizes, machine=hosted(machines.load("h200"), times), graphs=graphs))
+        for times, graphs in ((0, "off"), (1, "auto"), (1, "off"))
+    ]
+    alone, replayed, eager = (each["seconds"] for each in seconds)
+    assert alone + 0.3e-3 < replayed and (replayed < eager if length < 8192 else replayed == eager)
 
 
 def test_a_slower_host_never_makes_a_call_faster_and_one_that_takes_nothing_leaves_it_to_the_gpu():

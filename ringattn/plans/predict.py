@@ -110,7 +110,7 @@ class Pass:
         flops = shape.flops_a_pair * (BACKWARD if back else 1.0) / ulysses
         self.replays = why_not(plan, shape, spec, docs) is None
         self.pair = slower * flops / rates.of(back, spec, seen)
-        self.launch = machine.launch[back] / (1 + self.replays)  # a graph's kernels follow each other sooner
+        self.launch = machine.launch[back]
         # bytes of a token: its keys and values, the gradients of them that return, and their sums that move on
         self.token = shape.bytes_of(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
         self.returned = self.token * back * (1.0 if rates.low_precision or shape.itemsize > 2 else 2.0)
