@@ -45,6 +45,7 @@ class Strategy:
     keys: str = option("auto", "how keys meet queries", among=("auto", "ring", "gather", "ulysses"))
     layout: str = option("auto", "which tokens a rank holds", among=("auto", *MAKERS))
     kernel: str = option("auto", "auto, or the name of an attention kernel")
+    graphs: str = option("auto", "short calls of attention that repeat run as CUDA graphs", among=("auto", "off"))
     recompute: str = option(
         "none",
         "what backward computes again: pointwise operations; cheap: all but attention; block: all of a block",

@@ -123,6 +123,7 @@ FOUR = "seq_len=8192 ring=4 layout=zigzag"
     "argv, output",
     [
         (FOUR, "blocks come by route direct, over symmetric memory; in backward gradients in"),
+        (FOUR, "CUDA graphs: a call that repeats is captured in its third run\n"),
         (f"{FOUR} hosts=2", "blocks come by route levels, over nccl"),
         (f"{FOUR} strategy=gather groups=2", "heads exchanged in 2 groups ("),
         (f"{FOUR} explain=call rank=1", "ring rank 1: batch 1, 32 query and 8 key heads"),

@@ -205,8 +205,10 @@ def test_a_dry_run_starts_no_rank_and_says_how_long_and_whether_it_fits(machine,
 def test_a_dry_run_foresees_the_time_of_a_step_that_was_measured(row):
     m = Model(head_dim=128, **{k: row[k] for k in ("dim", "layers", "heads", "kv_heads", "hidden", "vocab")})
     config = Train(model=m, precision="bfloat16", seq_len=row["tokens"], device="cuda", nproc=row["ranks"],
-                   strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]), dry_run=True)  # fmt: skip
+                   strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"], graphs="off"),
+                   dry_run=True)  # fmt: skip
     config = train.resolved(config, row["ranks"])
     flops = estimate.step_flops(config, parallelize.build(config, torch.device("meta")), data.of(config))
+    assert parallelize.plan_of(config).graphs == "off"
     result = estimate.step_seconds(config, parallelize.plan_of(config), of_device("cuda"), flops)
     assert result == pytest.approx(row["step_s"], rel=0.2)

@@ -50,6 +50,7 @@ class Common:
     strategy: str = option("auto", "auto, ring, gather or ulysses")
     layout: str = option("auto", "auto, contiguous, striped, zigzag or balanced")
     kernel: str = option("auto", "auto, or the name of a kernel")
+    graphs: str = option("auto", "short calls that repeat run as CUDA graphs", among=("auto", "off"))
     route: str = option("auto", "how keys reach the ranks of a ring: auto, direct, relay or levels")
     groups: int | None = option(None, "in how many groups Ulysses and gather exchange the heads")
     causal: bool = option(True, "whether a query sees no later key")
@@ -95,7 +96,7 @@ class Common:
             elsewhere(device, sizes, None if in_jax else Link(over), "jax" if in_jax else "torch", gpus),
             seq_len=seq_len, heads=(self.heads[0], self.heads[-1]), head_dim=self.head_dim, spec=self.spec,
             docs=self.docs_of(seq_len), strategy=self.strategy, layout=self.layout, kernel=self.kernel,
-            transport=Transport(self.route, groups=self.groups), dtype=self.dtype, machine=machine,
+            graphs=self.graphs, transport=Transport(self.route, groups=self.groups), dtype=self.dtype, machine=machine,
         )  # fmt: skip
 
 

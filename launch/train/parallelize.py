@@ -29,6 +29,7 @@ def plan_of(config: Train, mesh: Any = None) -> Plan:
         strategy=s.keys,
         layout=s.layout,
         kernel=s.kernel,
+        graphs=s.graphs,
         dtype=config.precision,
         machine=config.machine,
     )
