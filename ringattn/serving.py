@@ -74,13 +74,13 @@ class Stripes:
     def round(self) -> int:
         return self.ranks * self.block
 
-    def below(self, position: Any, rank: Any) -> Any:
+    def below(self, position: Any, rank: Any, xp: Any = np) -> Any:
         """How many of a rank's positions lie below `position`: the local index of a position it holds.
 
-        Numbers, or arrays that broadcast.
+        Numbers, or arrays that broadcast; xp is numpy or jax.numpy.
         """
-        whole, rest = np.divmod(np.maximum(np.asarray(position) - self.origin, 0), self.round)
-        return whole * self.block + np.minimum(np.maximum(rest - rank * self.block, 0), self.block)
+        whole, rest = xp.divmod(xp.maximum(xp.asarray(position) - self.origin, 0), self.round)
+        return whole * self.block + xp.minimum(xp.maximum(rest - rank * self.block, 0), self.block)
 
     def owned(self, positions: np.ndarray, rank: int) -> np.ndarray:
         return (positions // self.block) % self.ranks == rank

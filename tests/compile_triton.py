@@ -26,7 +26,7 @@ from ringattn.kernels.attention.triton import KERNEL, blocks
 from ringattn.kernels.attention.triton.append import append
 from ringattn.kernels.attention.triton.decode import decode_splits
 from ringattn.kernels.attention.triton.forward import attend
-from ringattn.kernels.attention.triton.merge import merge_into, merge_stack
+from ringattn.kernels.attention.triton.merge import merge_stack
 from ringattn.kernels.attention.triton.table import TABLE
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.linear.maps import Inputs
@@ -191,11 +191,11 @@ def decode_rows(arch: str, few: bool) -> None:
             compile_all(work)
         k, v = (torch.empty(1, 8192, 8, n, dtype=torch.bfloat16) for n in (D, V))
         compile_all(lambda k=k, v=v: append(k[:, :3], v[:, :3], k, v, lengths, (0, 64, 256, 64), window=9))
-    stack = torch.empty(128, 1, 1, 4, 256), torch.empty(128, 1, 1, 4)
+    stack, part = (Partial(torch.empty(*n, 1, 1, 4, 256), torch.empty(*n, 1, 1, 4)) for n in ((128,), ()))
     for merge in (
-        lambda: merge_into(Partial(stack[0][0], stack[1][0]), Partial(stack[0][1], stack[1][1]), torch.empty(4)),
-        lambda: merge_stack(Partial(*stack)),
-        lambda: merge_stack(Partial(stack[0], stack[1].double())),
+        lambda: merge_stack(Partial(*(x[:1] for x in stack)), part, torch.empty(4), part),
+        lambda: merge_stack(stack),
+        lambda: merge_stack(stack._replace(lse=stack.lse.double())),
     ):
         compile_all(merge)
 

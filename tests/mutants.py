@@ -115,9 +115,9 @@ MUTANTS = (
     # caches and states
     Mutant("cache_offset", "ringattn/torch/inference/chunk.py", "chunk.tokens, total, offset=before)",
            "chunk.tokens, total, offset=before + 1)", CACHE),
-    Mutant("cache_stripes", "ringattn/serving.py", "whole * self.block + np.minimum",
-           "whole * self.block + 1 + np.minimum", BELOW),
-    Mutant("cache_origin", "ringattn/serving.py", "np.asarray(position) - self.origin", "np.asarray(position)",
+    Mutant("cache_stripes", "ringattn/serving.py", "whole * self.block + xp.minimum",
+           "whole * self.block + 1 + xp.minimum", BELOW),
+    Mutant("cache_origin", "ringattn/serving.py", "xp.asarray(position) - self.origin", "xp.asarray(position)",
            ("test_cache.py::test_steps_split_by_queries_by_keys_and_by_both",)),
     Mutant("landing_rows", "ringattn/torch/inference/chunk.py",
            "source = mine if order is None else np.argsort(order.order())[mine]",

@@ -65,8 +65,8 @@ def test_work_lists_hold_every_seen_pair_of_blocks_once_and_no_other(seed):
     index = np.arange(keys)
     visible = (np.asarray(where.begin)[..., None] <= index) & (index < np.asarray(where.end)[..., None])
     tiles = visible.reshape(rows, queries // block, block, keys // block, block)
-    for work, stays in ((listed(ranges, keys // block, True), 0), (listed(ranges, keys // block, False), 1)):
-        entries = np.asarray(work.entries)[:, : int(work.steps)]
+    for stays, (entries, steps) in enumerate(listed(ranges, keys // block, first) for first in (True, False)):
+        entries = np.asarray(entries)[:, : int(steps)]
         for row in range(rows):
             pairs = [(int(staying(e)), int(passing(e)), (int(kind_of(e)), int(e))) for e in entries[row]]
             if stays == 1:
@@ -121,7 +121,7 @@ def test_halves_of_a_block_of_queries_meet_all_of_its_keys():
     t = np.arange(T)
     begin = np.where(t < 700, 0, 300)[None], np.minimum(t + 1, 800)[None]
     where = Intervals(*(jnp.asarray(x, jnp.int32) for x in begin))
-    kinds = kind_of(listed(Ranges.of(where, T, 256), 4, queries_stay=True).entries)
+    kinds = kind_of(listed(Ranges.of(where, T, 256), 4, queries_stay=True)[0])
     assert set(kinds.flatten().tolist()) == {ENDS, ANY_KEYS}
     found, expected = (
         jax.jit(lambda q, k, v, f=f, how=how: f(q, k, v, where, scale=0.1, **how))(q, k, v)
@@ -153,7 +153,7 @@ def test_a_tile_on_the_diagonal_leaves_out_keys_that_no_query_sees(block, functi
     for shift in (0, -1, -300):  # causal, strict, off the diagonal
         end = jnp.asarray(S - T + np.arange(1, T + 1) + shift, jnp.int32)[None]
         where = Intervals(jnp.where(end > 1700, 400, 0), end)
-        kinds = kind_of(listed(Ranges.of(where, block, block), S // block, queries_stay=True).entries)
+        kinds = kind_of(listed(Ranges.of(where, block, block), S // block, queries_stay=True)[0])
         assert (STAIRS in kinds.flatten().tolist()) == (shift > -300)
         rows = () if is_forward else (dout, reference.attend(q, k, v, where, scale=0.1)[1], delta)
         assert worst(ours(q, k, v, where, *rows), theirs(q, k, v, where, *rows)) < 1e-6

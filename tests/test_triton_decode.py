@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from ringattn.kernels import partial
 from ringattn.kernels.attention import reference
-from ringattn.kernels.attention.triton.decode import attend, choose_splits, config, decode_splits
-from ringattn.kernels.attention.triton.merge import STACK, merge_into, merge_stack
+from ringattn.kernels.attention.triton.decode import PROGRAMS, attend, choose_splits, decode_splits
+from ringattn.kernels.attention.triton.merge import STACK, merge_stack
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial
 
@@ -119,13 +119,13 @@ def broken(B: int, T: int, H: int, V: int) -> Partial:
 
 
 @pytest.mark.parametrize("V", [16, 40])
-def test_merge_into_equals_the_formula(V: int) -> None:
+def test_a_merge_in_place_equals_the_formula(V: int) -> None:
     torch.manual_seed(V)
     a, b, sinks = broken(2, 7, 3, V), broken(2, 7, 3, V), draw(3)
     a = Partial(a.out.flip(1), a.lse.flip(1))
     expected = partial.add_sinks(partial.merge(a, b), sinks)
     assert expected.lse.isnan().all(-1).sum() == 4
-    got = merge_into(a, b, sinks)
+    got = merge_stack(Partial(b.out[None], b.lse[None]), a, sinks, a)
     assert got.out.data_ptr() == a.out.data_ptr()
     torch.testing.assert_close(got.out, expected.out, atol=1e-6, rtol=0, equal_nan=True)
     torch.testing.assert_close(got.lse, expected.lse, atol=1e-6, rtol=0, equal_nan=True)
@@ -157,7 +157,7 @@ def test_merge_stack_of_a_float64_lse_is_as_exact_as_float32() -> None:
 
 
 def test_splits_fill_the_machine_in_whole_waves() -> None:
-    slots = 132 * config(4, 128, 128, 2).per_sm  # an H200
+    slots = 132 * PROGRAMS  # an H200
     for rows, keys in ((8, 131072), (64, 65536), (8, 8192)):
         splits = choose_splits(rows, keys, slots)
         waves = rows * splits / slots

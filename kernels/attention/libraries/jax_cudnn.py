@@ -30,18 +30,14 @@ def refuses(problem: Problem) -> str | None:
     return cudnn_refusal(problem) or equal_dims(problem, "cuDNN")
 
 
-class Delta(NamedTuple):
-    """What cuDNN needs in place of delta: the out over all keys, and the lse's gradient if there is one."""
-
-    out: Array
-    dlse: Array | None
+Delta = tuple[Array, Array | None]  # what cuDNN needs in its place: the out over all keys; the lse's gradient, if any
 
 
 def prepare(
     q: Array, dout: Array, lse: Array, delta: Array, out: Array, dlse: Array | None = None
 ) -> tuple[Array, Array, Array, Delta]:
     """Replaces delta by out, since cuDNN computes delta itself."""
-    return q, dout.astype(q.dtype), lse, Delta(out.astype(q.dtype), dlse)
+    return q, dout.astype(q.dtype), lse, (out.astype(q.dtype), dlse)
 
 
 SINGLE_CALLS = 4  # so many packed documents are calls of their own

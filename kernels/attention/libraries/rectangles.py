@@ -141,12 +141,9 @@ def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> Non
     """into[:, rows] = merge(total[:, rows], part)."""
     mine, new = [Partial(x.out[:, rows], x.lse[:, rows]) for x in (total, into)]
     if total.out.is_cuda and total.lse.dtype == torch.float32:
-        from ringattn.kernels.attention.triton.merge import merge_into, merge_stack  # triton is part of torch for GPUs
+        from ringattn.kernels.attention.triton.merge import merge_stack  # triton is part of torch for GPUs
 
-        if into is total:
-            merge_into(mine, part)
-        else:
-            merge_stack(Partial(part.out[None], part.lse[None]), mine, into=new)
+        merge_stack(Partial(part.out[None], part.lse[None]), mine, into=mine if into is total else new)
         return
     merged = partial.merge(*[Partial(x.out.to(accumulator(x.out)), x.lse) for x in (mine, part)])
     new.out.copy_(merged.out)

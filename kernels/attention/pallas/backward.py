@@ -16,7 +16,6 @@ from ringattn.kernels.attention.pallas.walk import (
     NT,
     Patch,
     Score,
-    Setup,
     Walk,
     current_entry,
     on_work,
@@ -51,31 +50,37 @@ def attend_backward(
     """
     whole = Shape.of(q_BTHD, v_BSGV, resident=RESIDENT)
     one = not apart and fits(whole, k_BSGD.shape[1], how.get("arch"), how.get("blocks"))
-    inputs = (q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH)
-    how |= {"resident": RESIDENT, "others": dq} if one else {}
-    case = Case.of(inputs, Score(scale, softcap), **how)
-    (_, H, T, D), (_, G, S, V), (bq, bk, _) = case.setup.q.shape, case.setup.v.shape, case.setup.blocks
+    how |= {"resident": RESIDENT} if one else {}
+    scored, k_BSGD, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
+    others = dout_BTHV, lse_BTH, delta_BTH, dq if one else None
+    setup = setup_of((q_BTHD, scored, v_BSGV), where, others, **how)
+    (_, H, T, D), (_, G, S, V), (bq, bk, _) = setup.q.shape, setup.v.shape, setup.blocks
+    stats = [(columns(x[..., None], bq), 3) for x in (lse_BTH * LOG2E, delta_BTH)]  # the lse in base 2
+    queries = [(setup.q.swapaxes(2, 3), 3), (columns(dout_BTHV, bq), 3), *stats]
+    keys = [(setup.k, 2), (setup.v, 2)]
+    k_t = columns(k_BSGD, bk), 3  # where a value of it is not finite, all of the key is 0
+    settings: dict[str, Any] = {"score": Score(scale, softcap), "precision": precision_of(q_BTHD)}
     over_keys = partial(
-        Walk(case.setup, queries_stay=True).run,
-        keys=[*case.keys, case.k_t],
+        Walk(setup, queries_stay=True).run,
+        keys=[*keys, k_t],
         results=[((H, D, T), 3)],
         scratch=[((D, bq), jnp.float32)],
     )
     if one:
         carried = [] if dq is None else [(columns(dq, bq), 3)]
         new_dq, dk, dv = over_keys(
-            partial(backward_kernel, **case.settings, carried=bool(carried)),
-            queries=[*case.queries, *carried],
+            partial(backward_kernel, **settings, carried=bool(carried)),
+            queries=[*queries, *carried],
             products=5,
             heads=((G, D, S), (G, V, S)),
-            onto={len(case.queries): 0} if carried else None,
+            onto={len(queries): 0} if carried else None,
         )
     else:
-        (new_dq,) = over_keys(partial(dq_kernel, **case.settings), queries=case.queries, products=3)
-        dk, dv = Walk(case.setup, queries_stay=False).run(
-            partial(dkv_kernel, **case.settings),
-            queries=case.queries,
-            keys=case.keys,
+        (new_dq,) = over_keys(partial(dq_kernel, **settings), queries=queries, products=3)
+        dk, dv = Walk(setup, queries_stay=False).run(
+            partial(dkv_kernel, **settings),
+            queries=queries,
+            keys=keys,
             results=[((G, D, S), 3), ((G, V, S), 3)],
             scratch=[((D, bk), jnp.float32), ((V, bk), jnp.float32)],
             products=4,
@@ -87,31 +92,6 @@ def attend_backward(
 def rows_of(x_BHDT: Array, like_BTHD: Array) -> Array:
     """[B, T, H, D], without padding."""
     return jnp.einsum("bhdt->bthd", x_BHDT[..., : like_BTHD.shape[1]])
-
-
-class Case(NamedTuple):
-    """The operands of the kernels of a backward pass."""
-
-    setup: Setup
-    queries: list[tuple[Array, int]]  # q and dout transposed, base-2 lse, delta
-    keys: list[tuple[Array, int]]
-    k_t: tuple[Array, int]  # where a value of it is not finite, all of the key is 0
-    settings: dict[str, Any]
-
-    @classmethod
-    def of(cls, inputs: tuple[Any, ...], score: Score, others: Any = None, **how: Any) -> "Case":
-        q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH = inputs
-        scored, k_BSGD, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
-        setup = setup_of((q_BTHD, scored, v_BSGV), where, (dout_BTHV, lse_BTH, delta_BTH, others), **how)
-        bq, bk, _ = setup.blocks
-        rows = [(columns(x[..., None], bq), 3) for x in (lse_BTH * LOG2E, delta_BTH)]
-        return cls(
-            setup,
-            [(setup.q.swapaxes(2, 3), 3), (columns(dout_BTHV, bq), 3), *rows],
-            [(setup.k, 2), (setup.v, 2)],
-            (columns(k_BSGD, bk), 3),
-            {"score": score, "precision": precision_of(q_BTHD)},
-        )
 
 
 def backward_kernel(

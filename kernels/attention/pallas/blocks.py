@@ -1,6 +1,6 @@
 """How many queries and keys a block holds: the most that fit into vector memory, with little padding."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,7 +10,7 @@ MIB = 2**20
 
 # The vector memory that one kernel may use, by generation (its number, and 1 for the larger chip of that number): half
 # of what a core has, or the compiler's default of 16 MiB.
-VMEM = {(4, 0): 16 * MIB, (5, 0): 64 * MIB, (5, 1): 32 * MIB, (6, 0): 64 * MIB, (7, 0): 32 * MIB}
+VMEM: dict[Any, int] = {(4, 0): 16 * MIB, (5, 0): 64 * MIB, (5, 1): 32 * MIB, (6, 0): 64 * MIB, (7, 0): 32 * MIB}
 DEFAULT = 16 * MIB
 SIZES = ((1024, 1024), (1024, 512), (512, 512), (512, 256), (256, 256), (128, 128))
 
@@ -46,19 +46,15 @@ def needs(q: int, k: int, shape: Shape, keys: int) -> int:
     return 6 * size * q * k + 2 * size * width * (q + k) + sums + 256 * q
 
 
-def limit_of(arch: tuple[int, int] | None) -> int:
-    return VMEM.get(arch, DEFAULT) if arch else DEFAULT
-
-
 def fits(shape: Shape, keys: int, arch: tuple[int, int] | None, given: Blocks | None) -> bool:
     """Whether the given blocks, or the smallest, fit into vector memory."""
-    q, k, limit = given or (*SIZES[-1], limit_of(arch))
+    q, k, limit = given or (*SIZES[-1], VMEM.get(arch, DEFAULT))
     return needs(q, k, shape, keys) <= limit
 
 
 def blocks_for(queries: int, keys: int, shape: Shape, arch: tuple[int, int] | None, given: Blocks | None) -> Blocks:
     """The given blocks, or the largest that fit into memory; evened out over these lengths."""
-    limit = limit_of(arch)
+    limit = VMEM.get(arch, DEFAULT)
     fit = [size for size in SIZES if needs(*size, shape, keys) <= limit]
     q, k, vmem = given or (*(fit or SIZES[-1:])[0], limit)
     return Blocks(divided(queries, q), divided(keys, k), vmem)

@@ -54,11 +54,9 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, queries: int, keys: int) -> "Pieces":
-        return (
-            cls(512, keys, 1, 512)
-            if queries > 512 and queries % 512 == 0
-            else cls(queries, 256 if keys % 256 == 0 else keys, 2, 256)
-        )
+        if queries > 512 and queries % 512 == 0:
+            return cls(512, keys, 1, 512)
+        return cls(queries, 256 if keys % 256 == 0 else keys, 2, 256)
 
 
 def refuses(problem: Problem) -> str | None:

@@ -138,12 +138,10 @@ class Walk(NamedTuple):
         dim for each pair tell the compiler how long the kernel runs, at most.
         """
         setup, (B, H, T, D) = self.setup, self.setup.q.shape
-        work = listed(setup.ranges, setup.key_blocks, self.queries_stay)
+        entries, steps = listed(setup.ranges, setup.key_blocks, self.queries_stay)
         operands = [x for x, _ in (*queries, *keys)] + [setup.begin, setup.end]
-        entries, steps, operands = vary((work.entries.reshape(-1), work.steps, operands), setup.axes)
-        order: list[Any] = ["parallel"] * 3 + ["arbitrary"]
-        if heads or not self.queries_stay:
-            order[2] = "arbitrary"
+        entries, steps, operands = vary((entries.reshape(-1), steps, operands), setup.axes)
+        third = "arbitrary" if heads or not self.queries_stay else "parallel"
         kind = {"manual_axis_type": jax.typeof(jnp.int32(0) if setup.interpret else operands[0]).manual_axis_type}
         shapes = [*(shape for shape, _ in results), *heads]
         out_shape = [jax.ShapeDtypeStruct((B, *shape), jnp.float32, **kind) for shape in shapes]
@@ -167,7 +165,7 @@ class Walk(NamedTuple):
                 out_shape=out_shape,
                 input_output_aliases={1 + i: result for i, result in (onto or {}).items()},
                 compiler_params=pltpu.CompilerParams(
-                    dimension_semantics=tuple(order), vmem_limit_bytes=setup.blocks.vmem
+                    dimension_semantics=("parallel", "parallel", third, "arbitrary"), vmem_limit_bytes=setup.blocks.vmem
                 ),
                 cost_estimate=pl.CostEstimate(
                     flops=2 * products * D * pairs,

@@ -62,17 +62,11 @@ def stairs(end: Array, block_k: int) -> Array:
     return jnp.where(high <= low // block_k * block_k, low // block_k, -1)
 
 
-class Worklist(NamedTuple):
-    """Entries [rows, most], of which the first `steps` run; rows with fewer entries end in entries without flags."""
+def listed(ranges: Ranges, key_blocks: int, queries_stay: bool) -> tuple[Array, Array]:
+    """Entries [rows, most], of which the first `steps` run, and these; rows with fewer end in entries without flags.
 
-    entries: Array
-    steps: Array
-
-
-def listed(ranges: Ranges, key_blocks: int, queries_stay: bool) -> Worklist:
-    """The list, in order of staying blocks: of queries, which the key blocks they see pass, or of keys likewise.
-
-    Each has at least one entry, so that its result is always written.
+    They are in order of staying blocks: of queries, which the key blocks they see pass, or of keys likewise. Each has
+    at least one entry, so that its result is always written.
     """
     first, last = (ranges.first, ranges.last) if queries_stay else ranges.queries(key_blocks)
     passing_blocks = key_blocks if queries_stay else ranges.first.shape[1]
@@ -99,7 +93,7 @@ def listed(ranges: Ranges, key_blocks: int, queries_stay: bool) -> Worklist:
     kind = jnp.where(k < of(ranges.whole_last, q), WHOLE, jnp.where(of(ranges.stairs, q) == k, STAIRS, ENDS))
     kind = jnp.where(work, jnp.where(begun, kind, ANY_KEYS), NO_WORK)
     flags = ((nth == 0) * FIRST | (nth == of(counts, stay) - 1) * LAST) * some | kind << 2
-    return Worklist((stay << (BITS + FLAGS) | passing << FLAGS | flags).astype(jnp.int32), stops[:, -1].max())
+    return (stay << (BITS + FLAGS) | passing << FLAGS | flags).astype(jnp.int32), stops[:, -1].max()
 
 
 def staying(entry: Array) -> Array:

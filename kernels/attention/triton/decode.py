@@ -7,7 +7,7 @@ The kernel itself finds the range of keys of a batch row, from its first `begin`
 even splits. So rows of different lengths stay balanced, and the host never waits for the device.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
@@ -22,11 +22,13 @@ from ringattn.kernels.attention.triton import KERNEL as FLASH
 from ringattn.kernels.attention.triton import refuses as triton_refuses
 from ringattn.kernels.attention.triton.blocks import logits, tanh
 from ringattn.kernels.attention.triton.merge import merge_stack
+from ringattn.kernels.attention.triton.table import Tile
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.triton import LN2, Launch, kind_of, power_of_2
 
 MAX_TILE_ROWS = 64  # the T * R rows of a key head that one tile can hold; with more rows use the kernel in forward.py
+PROGRAMS = 3  # that share a multiprocessor
 
 
 @triton.jit(do_not_specialize=["B", "T", "S", "G", "R"])
@@ -106,24 +108,13 @@ def decode_kernel(
     tl.store(out + at[:, None] * V + w[None, :], o, mask=live[:, None] & (w < V)[None, :])
 
 
-@dataclass(frozen=True)
-class Config:
-    """Rows and keys of a tile, warps, pipeline stages, and how many programs share a multiprocessor."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    per_sm: int
-
-
 @lru_cache(maxsize=256)
-def config(rows: int, head_dim: int, value_dim: int, itemsize: int) -> Config:
-    """Tiles of 16 KiB of keys or values, two in flight for each of three programs an SM: the fastest on an H200."""
-    block_m = 16 if itemsize == 4 else min(MAX_TILE_ROWS, max(16, power_of_2(rows)))  # float32 has no tensor cores here
+def config(rows: int, head_dim: int, value_dim: int, itemsize: int) -> Tile:
+    """Tiles of 16 KiB of keys or values, two in flight for each program: the fastest on an H200; `queries` are rows."""
+    queries = 16 if itemsize == 4 else min(MAX_TILE_ROWS, max(16, power_of_2(rows)))  # float32 has no tensor cores here
     key_bytes = power_of_2(2 * max(head_dim, value_dim)) * itemsize
-    block_n, wide = min(128, max(16, 16384 // key_bytes)), key_bytes > 1024
-    return Config(block_m, block_n, warps=8 if block_m > 16 else 4, stages=2 if wide else 3, per_sm=3)
+    keys, wide = min(128, max(16, 16384 // key_bytes)), key_bytes > 1024
+    return Tile(queries, keys, warps=8 if queries > 16 else 4, stages=2 if wide else 3)
 
 
 @lru_cache(maxsize=1024)
@@ -182,7 +173,7 @@ def decode_splits(
         rows_st = where.begin.stride(0) if where.begin.shape[0] > 1 else 0
         strides = q_BTHD.stride(), k_BSGD.stride(), v_BSGV.stride(), (rows_st, where.begin.stride(1))
         constants = (
-            softcap is not None, tile.block_m, tile.block_n, block_d, block_v, block_d == D, block_v == V, tile.stages,
+            softcap is not None, tile.queries, tile.keys, block_d, block_v, block_d == D, block_v == V, tile.stages,
         )  # fmt: skip
         tensors = q_BTHD, k_BSGD, v_BSGV, where.begin, where.end, out, lse
         Launch(
@@ -193,19 +184,19 @@ def decode_splits(
     return Partial(out, lse)
 
 
-def blocks_of(q_BTHD: Tensor, v_BSGV: Tensor) -> tuple[Config, int]:
+def blocks_of(q_BTHD: Tensor, v_BSGV: Tensor) -> tuple[Tile, int]:
     """The tile sizes, and how many tiles the rows of a key head fill."""
     _, T, H, D = q_BTHD.shape
     rows = T * (H // v_BSGV.shape[2])
     tile = config(rows, D, v_BSGV.shape[3], q_BTHD.element_size())
-    return tile, -(-rows // tile.block_m)
+    return tile, -(-rows // tile.queries)
 
 
 def splits_for(q_BTHD: Tensor, v_BSGV: Tensor, keys: int) -> int:
     """The best number of splits if at most the first `keys` keys are seen."""
-    tile, blocks = blocks_of(q_BTHD, v_BSGV)
+    _, blocks = blocks_of(q_BTHD, v_BSGV)
     programs = q_BTHD.shape[0] * v_BSGV.shape[2] * blocks
-    return choose_splits(programs, keys, multiprocessors(q_BTHD.device) * tile.per_sm)
+    return choose_splits(programs, keys, multiprocessors(q_BTHD.device) * PROGRAMS)
 
 
 @lru_cache

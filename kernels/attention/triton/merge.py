@@ -83,18 +83,14 @@ def merge_statistics(out_a, top_a, sum_a, out_b, top_b, sum_b):
     return out_a * a + out_b * b, top, sum_a * a + sum_b * b
 
 
-def merge_into(a: Partial, b: Partial, sinks_H: Tensor | None = None) -> Partial:
-    """Merge b, and a sink for each head if given, into a, in place: attention over both sets of keys."""
-    return merge_once(Partial(b.out[None], b.lse[None]), a, sinks_H, a)
-
-
 def merge_stack(
     parts: Partial, carry: Partial | None = None, sinks_H: Tensor | None = None, into: Partial | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Partial:  # fmt: skip
     """Merge the partials stacked along a first dim, `carry`, and a sink for each head.
 
-    The result is written to `into` if given, with any strides and any dtype of its out; else its out has `dtype`.
+    The result is written to `into` if given, with any strides and any dtype of its out, perhaps the carry itself; else
+    its out has `dtype`.
     """
     n = parts.out.shape[0]
     while n > STACK:  # merge the rest first, so that the last launch gets at most STACK

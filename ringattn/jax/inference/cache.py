@@ -184,19 +184,12 @@ def slots_for(max_len: int, most: int | None, stripes: Stripes) -> int:
     return -(-(max_len if most is None else min(max_len, most)) // stripes.round) * stripes.block
 
 
-def below(cache: KVCache, positions: Array, rank: Any) -> Array:
-    """`Stripes.below` of traced positions."""
-    stripes = cache.stripes
-    whole, rest = positions // stripes.round, positions % stripes.round
-    return whole * stripes.block + jnp.clip(rest - rank * stripes.block, 0, stripes.block)
-
-
 def keep(cache: KVCache, k: Array, v: Array) -> tuple[KVCache, None]:
     """On one device: append, of the next tokens k and v [B, n, G, D], those that this device holds."""
     rank, n, slots = cache.line.rank, k.shape[1], cache.k.shape[1]
     at = cache.lengths[:, None] + jnp.arange(n, dtype=jnp.int32)
     is_local = (at // cache.stripes.block % cache.stripes.ranks == rank) & (at < cache.max_len)
-    target = jnp.where(is_local, below(cache, at, rank) % slots, slots)  # tokens after the end are dropped
+    target = jnp.where(is_local, cache.stripes.below(at, rank, jnp) % slots, slots)  # tokens after the end are dropped
     rows = jnp.arange(len(at))[:, None]
     k, v = (mine.at[rows, target].set(new, mode="drop") for mine, new in ((cache.k, k), (cache.v, v)))
     lengths = jnp.minimum(cache.lengths + n, cache.max_len)

@@ -17,7 +17,7 @@ from ringattn.check.arguments import of_sizes, of_unknown
 from ringattn.check.attention import of_dtypes, of_shapes, of_sinks
 from ringattn.check.cache import of_chunk, of_decoded
 from ringattn.jax.attention.steps import local_positions, recipe_of, score_of
-from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
+from ringattn.jax.inference.cache import KVCache, keep, over_devices
 from ringattn.jax.lookup import reordered
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, add_sinks, empty, merge_stack, packed, unpacked
@@ -157,7 +157,7 @@ class Queries(NamedTuple):
         slots = cache.k.shape[1]
         score = score_of(recipe_of(self.q, *keys, Mask(cache.plan, self.spec), static=False))
         for seen in self.visible(self.at):
-            begin, end = (below(cache, side, source) for side in seen)
+            begin, end = (cache.stripes.below(side, source, jnp) for side in seen)
             origin = begin[:, :1] // slots * slots
             for _ in range(1 if slots * cache.stripes.ranks >= cache.max_len else 2):
                 first, last = (jnp.clip(x - origin - start, low - start, size) for x in (begin, end))
@@ -203,7 +203,8 @@ class Queries(NamedTuple):
         cache, slots = self.cache, self.cache.k.shape[1]
         sides = zip(*self.visible(jnp.array([0, self.tokens - 1])), strict=True)
         begin, end = (jnp.stack(side) for side in sides)
-        low, high = below(cache, begin, cache.stripes.ranks - 1).min(), below(cache, end, 0).max()
+        below = cache.stripes.below
+        low, high = below(begin, cache.stripes.ranks - 1, jnp).min(), below(end, 0, jnp).max()
         if cache.cut[0] is not None:  # all rows of the batch share a hop
             low, high = lax.pmin(low, cache.cut[0]), lax.pmax(high, cache.cut[0])
         return jnp.where(high > slots, 0, low), jnp.minimum(high, slots)
