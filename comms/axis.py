@@ -171,12 +171,13 @@ class Axis(Protocol):
     cheap_words: bool  # whether exchange_words is cheap compared with a call
     hosts: int  # the number of hosts, if each holds equally many consecutive ranks; else, or if unknown, 0
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool | None = True) -> Pending:
         """Send the tensors of `out` to their ranks, and receive those of `into` from their ranks.
 
         The tensors that rank a sends to b and those that b receives from a have the same shapes in the same order; what
         a rank sends to itself is copied. If a rank is lost, the error of its peer names the transfer with `what`.
         `persistent`: kernels that run meanwhile may occupy the device until they end, so the transfer launches none.
+        None: no kernel runs meanwhile, so a transfer's own may take the device.
         """
         return Done()
 
@@ -203,7 +204,7 @@ class Axis(Protocol):
         """
         return Done(tuple(tensors) if recv else None)
 
-    def all_to_all(self, tensors: Sequence[Any], split: int, join: int) -> Pending:
+    def all_to_all(self, tensors: Sequence[Any], split: int, join: int, persistent: bool | None = True) -> Pending:
         """Cut each tensor into `size` pieces along dim `split`, send piece i of each to rank i, all in one move.
 
         The handle gives the list of what arrives for each tensor, joined along dim `join`.

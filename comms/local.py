@@ -87,7 +87,7 @@ class LocalAxis(Moves):
         self.counts[way, source, destination] += 1
         return self.name, self.group, source, destination, self.counts[way, source, destination]
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool | None = True) -> Pending:
         sent = [x for tensors in out.values() for x in tensors]
         self.sent += sum([x.nbytes for rank, tensors in out.items() for x in tensors if rank != self.rank])
         copies = [[x.detach().clone() for x in tensors] for tensors in out.values()]

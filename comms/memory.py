@@ -1,7 +1,7 @@
 """The memory of tensors as runs of bytes, joined where they touch, and cut into batches that fill a slot.
 
 Sender and receiver cut the same bytes at the same places. Within a batch each side makes as few copies as its memory
-allows: runs of the same size at the same distance become the rows of one piece.
+allows: runs of the same size at the same distance are the rows of one piece.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,11 +14,10 @@ from ringattn.comms.axis import ByRank, Slices
 
 SLOT = 16 * 2**20  # bytes
 LARGEST_PITCH = 2**31 - 1  # bytes: the driver's limit for the distance between rows of one copy
-MAX_RUNS = 8  # a tensor of more runs is packed first, which takes the host less time than so many copies
+MAX_PIECES = 8  # a tensor of more pieces is packed first, which takes the host less time than so many copies
+MIN_ROW = 1024  # bytes: copies of shorter rows take longer than packing them
 
 STRIDE = 2**56  # bytes from tensor to tensor where tensors have numbers, not addresses: more than any address
-
-Run = tuple[int, int, int]  # address, bytes, and the allocation it lies in
 
 
 class Piece(NamedTuple):
@@ -28,6 +27,18 @@ class Piece(NamedTuple):
     size: int  # bytes of a row
     rows: int = 1
     pitch: int = 0  # bytes from the start of a row to that of the next
+
+    def split(self, n: int) -> tuple[list["Piece"], list["Piece"]]:
+        """The first n bytes, and the rest."""
+        at, size, rows, pitch = self
+        whole, part = divmod(min(n, rows * size), size)
+        cut, after = at + whole * pitch, whole + (part > 0)
+        head = [Piece(at, size, whole, pitch)] * (whole > 0) + [Piece(cut, part)] * (part > 0)
+        rest = [Piece(at + after * pitch, size, rows - after, pitch)] * (rows > after)
+        return head, [Piece(cut + part, size - part)] * (part > 0) + rest
+
+
+Run = tuple[Piece, int]  # and the number of the allocation in which it lies
 
 
 def copy(to: Tensor, source: Tensor) -> None:
@@ -71,7 +82,7 @@ class Kind(NamedTuple):
     """All of an exchange but addresses. Tensor number i is taken to lie at (i + 1) * STRIDE."""
 
     shared: bool
-    persistent: bool
+    persistent: bool | None
     out: tuple[Parcel, ...]
     into: tuple[Parcel, ...]
     local: tuple[Parcel, ...]  # what this rank sends to itself, and where it receives that
@@ -83,12 +94,13 @@ class Kind(NamedTuple):
             dtype, shape, stride, above = self.tensors[i]
             whole = torch.empty_strided(shape, stride, dtype=dtype, device="meta")  # at address 0
             slices = [whole] if parcel.places is None else Slices([whole], parcel.places)
-            runs += [((i + 1) * STRIDE + above + at, size, i) for at, size, _ in joined(slices)]
+            start = (i + 1) * STRIDE + above
+            runs += [(piece._replace(address=start + piece.address), i) for piece, _ in joined(slices)]
         return runs
 
 
 def described(
-    shared: bool, persistent: bool, here: int, out: ByRank, into: ByRank, firsts: Mapping[int, int]
+    shared: bool, persistent: bool | None, here: int, out: ByRank, into: ByRank, firsts: Mapping[int, int]
 ) -> tuple[Kind, list[int]]:
     """The kind of an exchange of rank `here`, and where its tensors lie, as multiples of 16."""
     tensors: dict[int, tuple[int, Tensor]] = {}  # by identity, in order
@@ -108,32 +120,42 @@ def described(
 
 
 def are_scattered(each: Sequence[Tensor]) -> bool:
-    """Whether one of these tensors has so many runs that it is packed first."""
+    """Whether one of these tensors is in so many pieces that it is packed first."""
     whole = each.tensors if isinstance(each, Slices) and all([r.step == 1 for r in each.places]) else ()
-    if whole and all([x.is_contiguous() and x.shape[0] <= MAX_RUNS for x in whole]):
+    if whole and all([x.is_contiguous() and x.shape[0] <= MAX_PIECES for x in whole]):
         return False  # without a look at every slice
-    return any([count_runs(x) > MAX_RUNS for x in each])
+    return any([count_pieces(x) > MAX_PIECES for x in each])
 
 
 def weight(groups: Iterable[Sequence[Piece]]) -> int:
     return sum([piece.rows * piece.size for group in groups for piece in group])
 
 
-def count_runs(x: Tensor) -> int:
-    return 1 if x.is_contiguous() else len(x) * count_runs(x[0])
+def count_pieces(x: Tensor) -> int:
+    """Short rows count one by one."""
+    if x.is_contiguous() or (are_rows(x) and x[0].nbytes >= MIN_ROW):
+        return 1
+    return len(x) * count_pieces(x[0])
+
+
+def are_rows(x: Tensor) -> bool:
+    """Whether a tensor that is not contiguous is runs which a copy can take as rows."""
+    return x[0].is_contiguous() and x[0].nbytes <= x.stride(0) * x.itemsize <= LARGEST_PITCH
 
 
 def batches(runs: Iterable[Run]) -> Iterator[list[Piece]]:
     """Runs, cut and grouped into batches of at most a slot, each in as few pieces as possible."""
     group: list[Run] = []
-    room = SLOT
-    for address, size, allocation in runs:
-        while size >= room:
-            yield stacked([*group, (address, room, allocation)])
-            address, size, group, room = address + room, size - room, [], SLOT
-        if size:
-            group.append((address, size, allocation))
-            room -= size
+    room, left = SLOT, list(runs)[::-1]
+    while left:
+        piece, allocation = left.pop()
+        head, rest = piece.split(room)
+        group += [(each, allocation) for each in head]
+        left += [(each, allocation) for each in reversed(rest)]
+        room -= weight([head])
+        if not room:
+            yield stacked(group)
+            group, room = [], SLOT
     if group:
         yield stacked(group)
 
@@ -142,36 +164,39 @@ def stacked(runs: Iterable[Run]) -> list[Piece]:
     """Pieces of runs, in order: runs of the same size at the same distance in one allocation become one piece."""
     pieces: list[Piece] = []
     before = -1
-    for address, size, allocation in runs:
+    for piece, allocation in runs:
         first, width, rows, pitch = pieces[-1] if pieces else Piece(0, 0)
-        step = address - first - (rows - 1) * pitch
-        if allocation == before and size == width and size <= step <= LARGEST_PITCH and (rows == 1 or step == pitch):
+        step, size = piece.address - first - (rows - 1) * pitch, piece.size
+        near = allocation == before and piece.rows == 1 and size == width and size <= step <= LARGEST_PITCH
+        if near and (rows == 1 or step == pitch):
             pieces[-1] = Piece(first, size, rows + 1, step)
         else:
-            pieces.append(Piece(address, size))
+            pieces.append(piece)
         before = allocation
     return pieces
 
 
 def joined(tensors: Iterable[Tensor]) -> list[Run]:
-    """The runs of tensors in order, joined where one starts at the end of another.
+    """The pieces of tensors in order, joined where one run starts at the end of another.
 
     Runs of two allocations are not joined, even if they are adjacent: a copy may not cross from one into another.
     """
     runs: list[Run] = []
     for x in tensors:
         allocation = x.untyped_storage().data_ptr()
-        for address, size in runs_of(x):
-            start, length, before = runs[-1] if runs else (-1, 0, -1)
-            if address == start + length and allocation == before:
-                runs[-1] = start, length + size, allocation
+        for piece in pieces_of(x):
+            last, before = runs[-1] if runs else (Piece(-1, 0), -1)
+            if piece.address == last.address + last.size and piece.rows == last.rows == 1 and allocation == before:
+                runs[-1] = Piece(last.address, last.size + piece.size), allocation
             else:
-                runs.append((address, size, allocation))
+                runs.append((piece, allocation))
     return runs
 
 
-def runs_of(x: Tensor) -> list[tuple[int, int]]:
-    """The (address, bytes) of the contiguous runs of a tensor, in order."""
+def pieces_of(x: Tensor) -> list[Piece]:
+    """The memory of a tensor, in order."""
     if x.is_contiguous():
-        return [(x.data_ptr(), x.nbytes)] if x.nbytes else []
-    return [run for each in x for run in runs_of(each)]
+        return [Piece(x.data_ptr(), x.nbytes)] if x.nbytes else []
+    if are_rows(x):
+        return [Piece(x.data_ptr(), x[0].nbytes, len(x), x.stride(0) * x.itemsize)]
+    return [piece for each in x for piece in pieces_of(each)]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ringattn.comms.axis import NOTHING_SHARED, Axis, ByRank, Done, Pending, Sharing, Then
-from ringattn.comms.memory import copy
 
 
 class Moves(Axis):
@@ -29,23 +28,18 @@ class Moves(Axis):
     def hop(self, out: ByRank, into: ByRank, what: str) -> Pending:
         return self.move(out, into, what)
 
-    def all_to_all(self, tensors: Sequence[Tensor], split: int, join: int) -> Pending:
+    def all_to_all(self, tensors: Sequence[Tensor], split: int, join: int, persistent: bool | None = True) -> Pending:
         pieces = [as_stored(x).chunk(self.size, split) for x in tensors]
         results = [self.room(each[self.rank], join) for each in pieces]
         into = [x.chunk(self.size, join) for x in results]
-        pending = self.move(self.others(pieces), self.others(into), what="all_to_all")
-        for places, each in zip(into, pieces, strict=True):
-            copy(places[self.rank], each[self.rank])
-        return Then(pending, lambda _: results)
+        return Then(self.move(self.by_rank(pieces), self.by_rank(into), "all_to_all", persistent), lambda _: results)
 
     def all_gather(self, x: Tensor, dim: int = 0, what: str = "all_gather") -> Pending:
         x = as_stored(x)
         result = self.room(x, dim)
-        into, mine = result.chunk(self.size, dim), [x]  # the same list for all ranks, so that it is packed once
-        out = {rank: mine for rank in range(self.size) if rank != self.rank}
-        pending = self.move(out, self.others([into]), what=what)
-        copy(into[self.rank], x)
-        return Then(pending, lambda _: result)
+        mine = [x]  # the same list for all ranks, so that it is packed once
+        out = {rank: mine for rank in range(self.size)}
+        return Then(self.move(out, self.by_rank([result.chunk(self.size, dim)]), what=what), lambda _: result)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
         chunks = [chunk.contiguous() for chunk in as_stored(x).chunk(self.size, dim)]
@@ -62,9 +56,13 @@ class Moves(Axis):
         whole[dim] *= self.size
         return torch.empty(whole, dtype=like.dtype, device=like.device)
 
+    def by_rank(self, pieces: Sequence[Sequence[Tensor]]) -> dict[int, list[Tensor]]:
+        """Of each tensor's pieces, one for each rank, those of a rank."""
+        return {rank: [each[rank] for each in pieces] for rank in range(self.size)}
+
     def others(self, pieces: Sequence[Sequence[Tensor]]) -> dict[int, list[Tensor]]:
-        """Of each tensor's pieces, one for each rank, those of the other ranks, by rank."""
-        return {rank: [each[rank] for each in pieces] for rank in range(self.size) if rank != self.rank}
+        """The same of the other ranks."""
+        return {rank: each for rank, each in self.by_rank(pieces).items() if rank != self.rank}
 
 
 def as_stored(x: Tensor) -> Tensor:

@@ -94,19 +94,19 @@ class Peers:
         self, kind: Kind, cut: Mapping[Parcel, Batches], local: Sequence[Copy], slots: Sequence[int]
     ) -> Script:
         """Each rank first sends all that there are slots for. Work after the move waits for that, and for no more."""
-        script, private, n, persistent = Script(), self.outbox.private, self.outbox.wave[1], kind.persistent
+        script, private, n = Script(kind.persistent), self.outbox.private, self.outbox.wave[1]
         sends, receives = ({parcel.rank: cut[parcel] for parcel in side} for side in (kind.out, kind.into))
         to, source = dict(zip(sends, slots, strict=False)), dict(zip(receives, slots[len(sends) :], strict=True))
         steps = sorted({(r - self.rank) % self.size for r in sends} | {(self.rank - r) % self.size for r in receives})
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
-        self.send(script, to, [(there, sends[there][:private]) for there, _ in pairs if there in sends], persistent)
+        self.send(script, to, [(there, sends[there][:private]) for there, _ in pairs if there in sends])
+        script.copy_all(OUT, local)
         script.precede(OUT)
-        script.copy_all(OUT, local, persistent)
         for i in range(0, max(0, *map(len, (*sends.values(), *receives.values()))), n):  # alike on every rank
             arrivals = [(r, receives[r][i : i + n], None) for _, r in pairs if i < len(receives.get(r, ()))]
-            self.receive(script, source, arrivals, persistent)
+            self.receive(script, source, arrivals)
             later = [(r, sends[r][private + i :][:n]) for r, _ in pairs if private + i < len(sends.get(r, ()))]
-            self.send(script, to, later, persistent)
+            self.send(script, to, later)
         script.sent.update({r: len(each) for r, each in sends.items()})
         script.received.update({r: len(each) for r, each in receives.items()})
         script.bytes = sum(map(weight, sends.values()))
@@ -117,8 +117,8 @@ class Peers:
 
         Two scripts, if persistent work comes between; else one.
         """
-        put, n = Script(), self.outbox.wave[0]
-        fetch = Script() if kind.persistent else put
+        put, n = Script(kind.persistent), self.outbox.wave[0]
+        fetch = Script(kind.persistent) if kind.persistent else put
         readers: dict[int, list[int]] = {}  # by what they read
         for parcel in kind.out:
             readers.setdefault(parcel.which, []).append(parcel.rank)
@@ -126,10 +126,10 @@ class Peers:
         shared = [(pieces, readers[which]) for which, each in leaving.items() for pieces in each]
         nearest_first = sorted(kind.into, key=lambda parcel: (self.rank - parcel.rank) % self.size)
         if shared:
-            self.put_shared(put, 0, shared[:SHARED], kind.persistent)
+            self.put_shared(put, 0, shared[:SHARED])
         if kind.persistent and kind.out:
             put.precede(OUT)
-        fetch.copy_all(OUT, local, kind.persistent)
+        fetch.copy_all(OUT, local)
         later, ends = shared[SHARED:], [parcel.first + len(cut[parcel]) for parcel in kind.into]
         for i in range(0, max(len(later), 0, *ends), n):
             arrivals = []
@@ -138,15 +138,13 @@ class Peers:
                 first, end = max(i, begin), min(i + n, begin + len(every))
                 if first < end:
                     arrivals.append((parcel.rank, every[first - begin : end - begin], first))
-            self.receive(fetch, {}, arrivals, kind.persistent)
+            self.receive(fetch, {}, arrivals)
             if i < len(later):
-                self.put_shared(fetch, SHARED + i, later[i : i + n], kind.persistent)
+                self.put_shared(fetch, SHARED + i, later[i : i + n])
         fetch.bytes = sum([weight([pieces]) * len(ranks) for pieces, ranks in shared])
         return (put.ended(), fetch.ended()) if kind.persistent else (put.ended(),)
 
-    def send(
-        self, script: Script, slots: dict[int, int], batches: Iterable[tuple[int, Batches]], persistent: bool
-    ) -> None:
+    def send(self, script: Script, slots: dict[int, int], batches: Iterable[tuple[int, Batches]]) -> None:
         """Send batches to ranks, to each no more than it has slots; `slots`: the next ones."""
         puts = []
         for peer, sent in batches:
@@ -157,11 +155,9 @@ class Peers:
                 puts.append((self.outbox.slot(self.rank, peer, slot), pieces, slot, (peer,)))
             script.expect(OUT, peer)
         if puts:
-            self.put(script, puts, persistent)
+            self.put(script, puts)
 
-    def put_shared(
-        self, script: Script, first: int, batches: Iterable[tuple[Sequence[Piece], Sequence[int]]], persistent: bool
-    ) -> None:
+    def put_shared(self, script: Script, first: int, batches: Iterable[tuple[Sequence[Piece], Sequence[int]]]) -> None:
         """Put batches, each with its readers, into shared slots, from slot `first` on.
 
         Waits until the slots are free for all ranks, readers now or not, and frees them at once for those that are not.
@@ -175,17 +171,17 @@ class Peers:
                     script.set(OUT, self.outbox.free(self.rank, peer, slot))
             script.expect(OUT, peer)
         self.put(script, [(self.outbox.slot(self.rank, self.rank, slot), pieces, slot, readers)
-                          for slot, pieces, readers in slots], persistent)  # fmt: skip
+                          for slot, pieces, readers in slots])  # fmt: skip
 
-    def put(self, script: Script, puts: Sequence[Put], persistent: bool) -> None:
+    def put(self, script: Script, puts: Sequence[Put]) -> None:
         """All copies first, then all signals: a signal between two copies would take longer than a copy."""
-        script.copy_all(OUT, [copy for to, pieces, *_ in puts for copy in copies_of(to, pieces)], persistent)
+        script.copy_all(OUT, [copy for to, pieces, *_ in puts for copy in copies_of(to, pieces)])
         for *_, slot, readers in puts:
             for peer in readers:
                 script.set(OUT, self.outbox.full(peer, self.rank, slot))
 
-    def receive(self, script: Script, slots: dict[int, int], batches: Iterable[Arrival], persistent: bool) -> None:
-        """Receive batches: all waits, all copies, all signals. `persistent`: other work fills the GPU.
+    def receive(self, script: Script, slots: dict[int, int], batches: Iterable[Arrival]) -> None:
+        """Receive batches: all waits, all copies, all signals.
 
         Each rank sends its batches of one wave before it waits for those of others, so this cannot deadlock.
         """
@@ -198,7 +194,7 @@ class Peers:
                 script.wait(IN, self.outbox.full(self.rank, peer, slot))
                 taken.append((peer, slot, copies_of(self.outbox.slot(peer, self.rank, slot), pieces, back=True)))
             script.expect(IN, peer)  # after its waits, so that the peer is named for which a lane really waits
-        script.copy_all(IN, [copy for _, _, copies in taken for copy in copies], persistent)
+        script.copy_all(IN, [copy for _, _, copies in taken for copy in copies])
         for peer, slot, _ in taken:
             script.set(IN, self.outbox.free(peer, self.rank, slot))
 
@@ -213,14 +209,17 @@ def copies_of(slot: int, pieces: Iterable[Piece], back: bool = False) -> list[Co
 
 
 def copies_between(sources: Sequence[Run], places: Sequence[Run]) -> list[Copy]:
-    """The copies of the bytes of runs into others, which have as many."""
-    copies, i, done = [], 0, 0
-    for at, size, _ in places:
-        while size:
-            start, length, _ = sources[i]
-            n = min(size, length - done)
-            copies.append(Copy(at, start + done, n))
-            at, size, done = at + n, size - n, done + n
-            if done == length:
-                i, done = i + 1, 0
+    """The copies of the bytes of pieces into others, which have as many. A single row may be cut into rows."""
+    copies, left, todo = [], [x for x, _ in reversed(sources)], [x for x, _ in reversed(places)]
+    while todo:
+        to, source = todo.pop(), left.pop()
+        size = min(to.size, source.size)
+        whole = to.size == source.size or 1 in (to.rows, source.rows)
+        rows = min(to.size * to.rows, source.size * source.rows) // size if whole else 1
+        [to], later = to.split(rows * size)
+        todo += reversed(later)
+        [source], later = source.split(rows * size)
+        left += reversed(later)
+        pitches = (x.pitch if x.rows > 1 else size for x in (to, source))
+        copies.append(Copy(to.address, source.address, size, rows, *pitches))
     return copies

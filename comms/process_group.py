@@ -95,7 +95,7 @@ class ProcessGroupAxis(Moves):
         limit = timeout_of(group, "cpu") if (group := self.group_ref()) is not None else None
         return () if limit is None else (limit,)
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool | None = True) -> Pending:
         return self.post("near", out, into, None, what)
 
     def sharing(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Sharing:
@@ -167,7 +167,7 @@ class CollectiveAxis(ProcessGroupAxis):
         """None: with a time-out the host would wait, not just its stream; these groups have their own."""
         return ()
 
-    def all_to_all(self, tensors: Sequence[Tensor], split: int, join: int) -> Pending:
+    def all_to_all(self, tensors: Sequence[Tensor], split: int, join: int, persistent: bool | None = True) -> Pending:
         return All(*[self.one_to_all(x, split, join) for x in tensors])
 
     def one_to_all(self, x: Tensor, split: int, join: int) -> Pending:

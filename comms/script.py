@@ -24,9 +24,13 @@ Expect = Callable[[int, int], tuple[int, int]]  # for a lane and the peer it wai
 
 
 class Script:
-    """The calls of both lanes in order, and what they add to the counts of both sides."""
+    """The calls of both lanes in order, and what they add to the counts of both sides.
 
-    def __init__(self) -> None:
+    `persistent`: other work fills the GPU, for which a kernel would wait; None: there is no other work.
+    """
+
+    def __init__(self, persistent: bool | None = True) -> None:
+        self.persistent = persistent
         self.calls: list[Callable[[Lanes, Sequence[int], Expect], None]] = []  # given the addresses of tensors
         self.signals: tuple[list[bytes], list[bytes]] = [], []  # of each lane, that are in no call yet
         self.waited: tuple[dict[int, int], dict[int, int]] = {}, {}  # the places among them where a wait is over
@@ -47,13 +51,14 @@ class Script:
     def set(self, lane: int, flag: int) -> None:
         self.signals[lane].append(signal(Signal.WRITE, flag, 1))
 
-    def copy_all(self, lane: int, copies: Sequence[Copy], persistent: bool) -> None:
-        """Copies in any order. `persistent`: other work fills the GPU, for which a kernel would wait."""
+    def copy_all(self, lane: int, copies: Sequence[Copy]) -> None:
+        """Copies in any order."""
         if copies:
             self.flush(lane)
-        large = [copy for copy in copies if copy.size * copy.rows >= MAX_AVERAGE] if lane == IN else []
+        beside = lane == IN and self.persistent is not None
+        large = [copy for copy in copies if copy.size * copy.rows >= MAX_AVERAGE] if beside else []
         small = [copy for copy in copies if copy.size * copy.rows < MAX_AVERAGE] if large else copies
-        one = are_one(lane, small, persistent)
+        one = are_one(lane, small, self.persistent)
         self.calls += [partial(by_driver, lane, copy) for copy in (large if one else copies)]
         if one:
             self.calls.append(InKernel(lane, small))
@@ -105,11 +110,9 @@ class InKernel:
     def __init__(self, lane: int, copies: Sequence[Copy]):
         from ringattn.comms.copies import launches  # triton is part of torch for GPUs
 
-        rows = [(to + i * to_pitch, source + i * source_pitch, size)
-                for to, source, size, count, to_pitch, source_pitch in copies for i in range(count)]  # fmt: skip
         self.lane = lane
         self.launches = [(programs, numbers, [(at, *divmod(n, STRIDE)) for at, n in enumerate(numbers) if n >= STRIDE])
-                         for programs, numbers in launches(rows, PROGRAMS[lane])]  # fmt: skip
+                         for programs, numbers in launches(copies, PROGRAMS[lane])]  # fmt: skip
 
     def __call__(self, lanes: Lanes, bases: Sequence[int], expect: Expect) -> None:
         from ringattn.comms.copies import launch
@@ -120,16 +123,17 @@ class InKernel:
             launch(programs, numbers, lanes.device, lanes.streams[self.lane])
 
 
-def are_one(lane: int, copies: Sequence[Copy], persistent: bool) -> bool:
-    """Whether one kernel makes these copies. `persistent`: other work fills the multiprocessors.
+def are_one(lane: int, copies: Sequence[Copy], persistent: bool | None) -> bool:
+    """Whether one kernel makes these copies; `persistent` is that of the script.
 
-    Over a link copy engines take no multiprocessor, but start each copy slowly. Within a GPU the driver's copies need
-    multiprocessors too, and get them after a kernel that runs already, even if its blocks come and go.
+    Over a link copy engines take no multiprocessor, but start each copy slowly, and are a seventh slower. Within a GPU
+    the driver's copies need multiprocessors too, and get them after a kernel that runs already, even if its blocks come
+    and go; of rows they take twice as long.
     """
-    count = total = bits = 0
-    for to, source, size, rows, to_pitch, source_pitch in copies:
-        count, total, bits = count + rows, total + rows * size, bits | to | source | size | to_pitch | source_pitch
-    if bits % 16 or not 0 < count <= MAX_IN_KERNEL:
+    if not 0 < len(copies) <= MAX_IN_KERNEL or any(
+        [number % 16 for copy in copies for number in copy._replace(rows=0)]
+    ):
         return False
-    small = count >= MIN_IN_KERNEL and total < MAX_AVERAGE * count
-    return small or not persistent if lane == OUT else small and not persistent
+    total = sum([copy.rows * copy.size for copy in copies])
+    small = len(copies) >= MIN_IN_KERNEL and total < MAX_AVERAGE * len(copies)
+    return small or not persistent if lane == OUT else persistent is None or (small and not persistent)

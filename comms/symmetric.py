@@ -26,7 +26,7 @@ from torch import Tensor
 from ringattn.comms import memory, messages
 from ringattn.comms.axis import NOTHING_SHARED, Afterwards, Axis, ByRank, Done, Pending, Sharing, Slices
 from ringattn.comms.engines import IN, OUT, Copy, Events, Lanes
-from ringattn.comms.memory import MAX_RUNS, count_runs
+from ringattn.comms.memory import MAX_PIECES, count_pieces
 from ringattn.comms.moves import Moves
 from ringattn.comms.outbox import HEAD, Outbox, Peers
 from ringattn.comms.process_group import alive, hosts_of
@@ -74,7 +74,7 @@ class SymmetricAxis(Moves):
         self.lanes, self.rank, self.size = watch.lanes, peers.rank, watch.size
         self.sent = 0
 
-    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool = True) -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "", persistent: bool | None = True) -> Pending:
         self.watch.check()
         if not out and not into:
             return Done()
@@ -90,7 +90,7 @@ class SymmetricAxis(Moves):
         return Afterwards(self.begin(*given))
 
     def begin(
-        self, shared: bool, out: ByRank, into: ByRank, what: str, since: Any, persistent: bool
+        self, shared: bool, out: ByRank, into: ByRank, what: str, since: Any, persistent: bool | None
     ) -> Callable[[], Flight]:
         """Launch the first script of an exchange; returns a function that launches what is left."""
         self.lanes.start(since)
@@ -117,11 +117,11 @@ class SymmetricAxis(Moves):
         return rest
 
     def dense(self, each: Sequence[Tensor], lane: int, make: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
-        """The same tensors, or for those of many runs what `make` gives, on a lane."""
+        """The same tensors, or for those of many pieces what `make` gives, on a lane."""
         if not memory.are_scattered(each):
             return each
         with self.lanes.on(lane):
-            return [make(x) if count_runs(x) > MAX_RUNS else x for x in each]
+            return [make(x) if count_pieces(x) > MAX_PIECES else x for x in each]
 
     @contextmanager
     def recording(self, record: Record) -> Iterator[None]:
@@ -206,8 +206,8 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
         flags[::2], flags[1::2] = 0, 1  # no slot is full, every slot is free
         lanes, rows = Lanes(device), torch.zeros(6, 4, dtype=torch.int32, device=device)
         torch.cuda.synchronize()
-        script = Script()
-        script.copy_all(OUT, [Copy(rows[i].data_ptr(), rows[3 + i].data_ptr(), 16) for i in range(3)], persistent=False)
+        script = Script(persistent=False)
+        script.copy_all(OUT, [Copy(rows[i].data_ptr(), rows[3 + i].data_ptr(), 16) for i in range(3)])
         script.launch(lanes)
         torch.cuda.synchronize()
         return handle, lanes

@@ -172,7 +172,7 @@ def collect(pipes: list[Connection], started: list[Any], deadline: float, grace:
             if kind == "error":
                 errors[rank] = RankError(rank, *value)
                 deadline = min(deadline, time.monotonic() + grace)
-        while all(items) and not errors:
+        while all(items):  # even if a rank has failed since
             yield [queue.popleft() for queue in items]
     if errors:
         raise root_cause(errors)

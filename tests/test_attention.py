@@ -183,7 +183,7 @@ def test_a_group_of_heads_travels_while_another_is_attended_to(
 
         return call
 
-    def way(axis: object, x: object, split: int, join: int) -> str:
+    def way(axis: object, x: object, split: int, join: int, persistent: object) -> str:
         return "e" if split == 2 else "l"
 
     for name, letter in {"all_to_all": way, "all_gather": lambda *_: "g", "reduce_scatter": lambda *_: "s"}.items():

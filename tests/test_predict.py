@@ -41,8 +41,6 @@ ROWS = Path(__file__).parent.parent / "benchmarks"
 
 PROBED = {"ranks": 2, "ulysses": 1, "mask": "causal", "strategy": "ring", "layout": "zigzag", "heads": 32,
           "kv_heads": 8, "who": "symmetric memory"}  # fmt: skip
-
-
 NOW = "1d6acafb", "c29671d9", "1a43af23"  # since which calls of short shards are launched as they are now
 SHORT = [row for row in read(ROWS / "short-h200.jsonl") if row["commit"] in NOW and row.get("mask") == "causal"]
 
@@ -50,11 +48,10 @@ SHORT = [row for row in read(ROWS / "short-h200.jsonl") if row["commit"] in NOW 
 def measured():
     """The rows of rings that were run as they are now: on as many GPUs as ranks, by our own transports."""
     for row in SHORT:
-        swaps, local = row["strategy"] == "ulysses", row["tokens"] // row["ranks"]
-        more = {"strategy": "ring"} if row["strategy"] == "auto" else {}
-        more |= {"ulysses": row["ranks"], "layout": "contiguous"} if swaps else {}
-        more |= {"kernel": "triton" if 32 * local < VENDOR_ROWS else "fa4"}
-        yield "h200", {**PROBED, **row, **more}, "back" in row["mode"]
+        kernel = "triton" if 32 * row["tokens"] // row["ranks"] < VENDOR_ROWS else "fa4"
+        swaps = {"ulysses": row["ranks"], "layout": "contiguous"} if row["strategy"] == "ulysses" else {}
+        how = {"strategy": "ring"} if row["strategy"] == "auto" else swaps
+        yield "h200", {**PROBED, **row, **how, "kernel": kernel}, "back" in row["mode"]
     for name in ("h200", "h100"):
         for row in map(json.loads, (ROWS / f"ring-{name}.jsonl").read_text().splitlines()):
             ours = row.get("who") in (None, "symmetric memory", "nccl") if name == "h200" else row["probe"] == "ring"

@@ -265,8 +265,8 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
 
     def launch(lane, copies, persistent):
         """From a script in which the room is tensor 0."""
-        written, off = script.Script(), memory.STRIDE - room.data_ptr()
-        written.copy_all(lane, [c._replace(to=c.to + off, source=c.source + off) for c in copies], persistent)
+        written, off = script.Script(persistent), memory.STRIDE - room.data_ptr()
+        written.copy_all(lane, [c._replace(to=c.to + off, source=c.source + off) for c in copies])
         written.launch(lanes, [room.data_ptr()])
 
     launch(lane, copies, False)
@@ -285,7 +285,7 @@ def test_many_small_copies_are_one_kernel(lane, monkeypatch):
     assert to[: few[0].size].equal(expected[: few[0].size]) and to.count_nonzero() > few[0].size and not driven
     to.zero_()
     launch(IN, [large[0], *copies], False)  # copy engines take the large one, a kernel all others
-    assert torch.equal(to, expected) and driven == large[:1]
+    assert torch.equal(to, expected) and driven == large[:1] and script.are_one(IN, large, None)
 
 
 def test_lanes_wait_for_a_graph_that_worked_in_their_place_once_and_it_for_them(monkeypatch):
@@ -371,7 +371,7 @@ def test_numbers_of_a_launch_lie_where_the_driver_says(monkeypatch):
     about.global_scratch_size = 8
     copies.packed(triton, 8)(5, numbers, 99)
     by_triton = triton.__getitem__.return_value.call_args_list
-    assert by_triton == [call((*numbers,), n, copies.WORDS, stream=99) for n in (3, 2)] and len(launched) == 1
+    assert by_triton == [call((*numbers,), n, copies.UNITS, stream=99) for n in (1, 1)] and len(launched) == 1
 
 
 def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot):
@@ -396,12 +396,14 @@ def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_exchanges_that_come_again_move_the_tensors_of_today(seed, slot):
+def test_exchanges_that_come_again_move_the_tensors_of_today(seed, slot, monkeypatch):
     """Of a few kinds, in any order, with tensors that lie elsewhere each time."""
     draw = random.Random(seed)
-    size, dtypes = draw.choice([2, 3]), [torch.float32, torch.bfloat16, torch.uint8]
-    kinds = [(draw.random() < 0.5, draw.random() < 0.5, draw.choice(dtypes), draw.choice([1, 2]), draw.choice([1, 8]),
-              draw.choice([0, 0, 1, 4]), draw.random() < 0.3, draw.random() < 0.3) for _ in range(4)]  # fmt: skip
+    choose, dtypes = draw.choice, [torch.float32, torch.bfloat16, torch.uint8]
+    size = choose([2, 3])
+    monkeypatch.setattr(memory, "MIN_ROW", choose([1, memory.MIN_ROW]))
+    kinds = [(i % 2 > 0, choose([True, False, None]), choose(dtypes), choose([1, 2]), choose([1, 8]),
+              choose([0, 0, 1, 4]), draw.random() < 0.3, draw.random() < 0.3) for i in range(4)]  # fmt: skip
     turns = [draw.randrange(4) for _ in range(16)]
 
     def one_rank(axis):
@@ -478,7 +480,7 @@ def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
     slices = Slices(pair, tuple(range(start, start + size + draw.choice([0, 0, 1]), step) for start in starts))
     whole = b"".join(x.contiguous().numpy().tobytes() for x in slices)
     slots = [whole[i : i + memory.SLOT] for i in range(0, len(whole), memory.SLOT)]
-    assert memory.are_scattered(slices) == any(memory.count_runs(x) > memory.MAX_RUNS for x in slices)
+    assert memory.are_scattered(slices) == any(memory.count_pieces(x) > memory.MAX_PIECES for x in slices)
     for each in (slices, list(slices)):
         kind, addresses = memory.described(False, True, 0, {1: each}, {}, {})
         results = [[at(piece, addresses) for piece in batch] for batch in memory.batches(kind.runs(kind.out[0]))]

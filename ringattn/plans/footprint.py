@@ -13,7 +13,7 @@ import numpy as np
 from ringattn.plans.cost import Shape, heads_of_group, kv_heads_of_a_rank
 from ringattn.plans.course import EXACT, Steps
 from ringattn.plans.plan import Plan
-from ringattn.plans.recipe import HALVES_FROM, SIDE_STREAM_UP_TO
+from ringattn.plans.recipe import HALVES_FROM, may_keep
 
 
 class Sizes(NamedTuple):
@@ -170,8 +170,9 @@ def replay_ring(live: Live, each: Sizes, steps: Steps) -> None:
 def keeps(each: Sizes, steps: Steps) -> bool:
     """Whether the keys that arrive are here since forward: `Recipe.keeps`."""
     two = steps.count == 2 and len(steps.first) == 1
-    may = two and each.mostly_local and each.kernel == "fa4"
-    return may and (each.queries <= SIDE_STREAM_UP_TO or int(steps.received[:, 1].max()) < each.queries)
+    if not two or each.kernel != "fa4":
+        return False
+    return may_keep(each.queries, int(steps.received[:, 1].max()), each.mostly_local)
 
 
 def largest(sizes: np.ndarray) -> list[int]:

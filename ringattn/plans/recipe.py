@@ -26,6 +26,7 @@ from ringattn.plans.plan import Plan
 from ringattn.steps.rank import Phase, Queries, Step, places, steps_of
 
 HALVES_FROM = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
+KEPT_UP_TO = 8192  # queries of a rank: of more, keys that arrive take more memory than the time they spare is worth
 SIDE_STREAM_UP_TO = 32768  # queries of a rank: steps of more run in turn, as a second stream has its own memory
 
 
@@ -155,14 +156,15 @@ class Recipe:
     def keeps(self) -> bool:
         """Whether forward keeps the keys that arrive for backward: on all ranks, or on none.
 
-        Of packed documents and windows few arrive, all in one step. Backward then waits for nothing, and gradients
-        return while queries that see only local keys are computed.
+        Of packed documents and windows few arrive, and of short shards of two ranks, all in one step. Backward then
+        waits for nothing, and gradients return while local keys are computed.
         """
-        if not (self.keep and self.gradients and self.mostly_local):
+        if not (self.keep and self.gradients) or self.gathers:
             return False
-        tokens, length = reads_of(self.mask).tokens, self.plan.tokens.shard_len
-        if length > SIDE_STREAM_UP_TO and (tokens.sum(1) - tokens.diagonal()).max() >= length:
-            return False  # long ranks keep fewer than they have
+        tokens = reads_of(self.mask).tokens
+        arriving = int((tokens.sum(1) - tokens.diagonal()).max())
+        if not may_keep(self.plan.tokens.shard_len, arriving, self.mostly_local):
+            return False
         steps = self.steps(back=True)
         kernels = self.forward.kernel.load(), self.kernel(steps, backward=True).load()
         if not all(kernel.disjoint and not kernel.separable for kernel in kernels):
@@ -331,6 +333,13 @@ def see_mostly_local(spec: AttentionSpec, docs: Docs | None, batch: int, shard: 
     """
     short = isinstance(spec.window, int) and 2 * spec.window <= shard and not spec.first
     return batch == 1 and (docs is not None or short)
+
+
+def may_keep(length: int, arriving: int, mostly_local: bool) -> bool:
+    """Whether so many keys that arrive may be kept by a rank of this length, beside its own."""
+    if mostly_local:
+        return length <= SIDE_STREAM_UP_TO or arriving < length
+    return length <= KEPT_UP_TO and arriving <= length
 
 
 def in_two(steps: Sequence[Step]) -> bool:

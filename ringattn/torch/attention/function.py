@@ -94,7 +94,7 @@ def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
             results = [partial.out.to(q.dtype), partial.lse]
             if keep:
                 kept[g] += [*results, *arrived]
-            yield leave(results, axis, call.order)
+            yield leave(results, axis, call.groups, call.order)
 
     outs, lses = zip(*one_ahead(leaving()), strict=True)
     return joined(outs, axis.size), joined(lses, axis.size), [x.contiguous() for group in kept for x in group]
@@ -165,7 +165,7 @@ def swapped_backward(
     def leaving() -> Iterator[Pending]:
         for *grads, delta in gradients(call, entering(), with_delta):
             deltas.append(delta)
-            yield leave([x.to(kept[0].dtype) for x in grads], axis, call.order)
+            yield leave([x.to(kept[0].dtype) for x in grads], axis, call.groups, call.order)
 
     left = zip_longest(*one_ahead(leaving()))
     grads = [joined([x for x in groups if x is not None], axis.size) for groups in left]

@@ -1,10 +1,11 @@
 """Ulysses: trade a slice of the sequence with all heads for the whole ring shard with a slice of the heads.
 
 `enter` runs before the ring and `leave` after it; each is the other's adjoint. Both take one group of heads at a time,
-so that one group travels while another is computed. Where Ulysses ranks hold no consecutive pieces of the shard (a plan
-that cuts documents), `order` says where each of its tokens lies among theirs, and the inverse of that. Key heads are
-repeated if the Ulysses size does not divide them, and the gradients of the copies are summed. Padding is zeroed on the
-way, forward and backward, so that nothing in a caller's padding, not even NaN, reaches a real token.
+so that one group travels while another is computed; while a single one travels nothing is. Where Ulysses ranks hold no
+consecutive pieces of the shard (a plan that cuts documents), `order` says where each of its tokens lies among theirs,
+and the inverse of that. Key heads are repeated if the Ulysses size does not divide them, and the gradients of the
+copies are summed. Padding is zeroed on the way, forward and backward, so that nothing in a caller's padding, not even
+NaN, reaches a real token.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ def enter(
         arrived = [x.flatten(2, 3) for x in arrived]
         return arrived if order is None else [x.index_select(1, order[0]) for x in arrived]
 
-    return Then(axis.all_to_all(tensors, 2, 1), ready)
+    return Then(axis.all_to_all(tensors, 2, 1, groups > 1 or None), ready)
 
 
 def of_group(x: Tensor, ranks: int, group: int, groups: int) -> Tensor:
@@ -41,9 +42,10 @@ def of_group(x: Tensor, ranks: int, group: int, groups: int) -> Tensor:
     return x if groups == 1 else x.narrow(3, group * heads // groups, max(1, heads // groups))
 
 
-def leave(tensors: Sequence[Tensor], axis: Axis, order: Order = None) -> Pending:
+def leave(tensors: Sequence[Tensor], axis: Axis, groups: int, order: Order = None) -> Pending:
     """[B, T, h, ...] of every rank -> [B, T / U, h * U, ...]: all ranks' heads of a group."""
-    return axis.all_to_all(tensors if order is None else [x.index_select(1, order[1]) for x in tensors], 1, 2)
+    tensors = tensors if order is None else [x.index_select(1, order[1]) for x in tensors]
+    return axis.all_to_all(tensors, 1, 2, groups > 1 or None)
 
 
 def joined(groups: Sequence[Tensor], ranks: int = 1) -> Tensor:
