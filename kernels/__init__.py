@@ -96,14 +96,13 @@ BY_NAME = {kernel.name: kernel for kernel in TABLE}
 @lru_cache(maxsize=1024)
 def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TABLE, backward: bool = False) -> Kernel:
     """The kernel called `impl`, or with "auto" the fastest that serves the problem, forward or backward."""
-    if impl != "auto" and impl not in (k.name for k in table):
+    candidates = [k for k in table if impl in ("auto", k.name)]
+    if not candidates:
         raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in table)}")
     if impl == "auto":
-        candidates = [k for k in table if problem.device not in k.skipped_on]
+        candidates = [k for k in candidates if problem.device not in k.skipped_on]
         short = problem.rows is not None and problem.rows < rates.VENDOR_ROWS
         candidates.sort(key=lambda k: (not k.first, 0.0 if short else -problem.rate(k.name, backward)))
-    else:
-        candidates = [k for k in table if k.name == impl]
     for kernel in candidates:  # kernels after the chosen one are not imported
         if kernel.refuses(problem) is None:
             return kernel

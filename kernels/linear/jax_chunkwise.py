@@ -95,7 +95,7 @@ def maps_of(k: Array, v: Array, written: Array, g: Array, begin: Array | None) -
 
 def within(arrays: tuple[Array, Array, Array, Array], begin: Array | None) -> Array:
     """What tokens read of what their own chunks write, (q, k, written, g) -> [N, B, H, C, ...]; needs no state."""
-    return over_chunks(within_chunk, *arrays, begin)
+    return over_chunks(lambda q, k, written, g, begin: product(seen(weights(q, k, g), begin), written), *arrays, begin)
 
 
 def passing(q: Array, g: Array, begin: Array | None, inner: Array, before: Array) -> Array:
@@ -152,10 +152,6 @@ def map_of_chunk(V: int, k: Array, written: Array, g: Array, begin: Array | None
     if written.shape[-1] == V:
         return Map(across, left)
     return Map(across * jnp.eye(k.shape[-1], dtype=k.dtype) - left[..., V:], left[..., :V])
-
-
-def within_chunk(q: Array, k: Array, written: Array, g: Array, begin: Array | None) -> Array:
-    return product(seen(weights(q, k, g), begin), written)
 
 
 def passing_chunk(q: Array, g: Array, begin: Array | None, inner: Array, before: Array) -> Array:

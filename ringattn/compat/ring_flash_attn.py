@@ -57,8 +57,7 @@ def plan_over(
     The group is a process group (or None for all ranks), which becomes this axis, or a mesh with axes "ring" and/or
     "ulysses".
     """
-    if group is None:
-        group = dist.group.WORLD if dist.is_initialized() else None
+    group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("no ranks were started: call torch.distributed.init_process_group first, or give group=")
     if group is dist.GroupMember.NON_GROUP_MEMBER:

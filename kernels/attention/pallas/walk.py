@@ -141,7 +141,7 @@ class Walk(NamedTuple):
         entries, steps = listed(setup.ranges, setup.key_blocks, self.queries_stay)
         operands = [x for x, _ in (*queries, *keys)] + [setup.begin, setup.end]
         entries, steps, operands = vary((entries.reshape(-1), steps, operands), setup.axes)
-        third = "arbitrary" if heads or not self.queries_stay else "parallel"
+        third: Any = "arbitrary" if heads or not self.queries_stay else "parallel"
         kind = {"manual_axis_type": jax.typeof(jnp.int32(0) if setup.interpret else operands[0]).manual_axis_type}
         shapes = [*(shape for shape, _ in results), *heads]
         out_shape = [jax.ShapeDtypeStruct((B, *shape), jnp.float32, **kind) for shape in shapes]

@@ -5,6 +5,7 @@ It does what only the whole knows: positions, shifted labels, padding, packed do
     B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
+from collections.abc import Callable
 from functools import cache, wraps
 from inspect import signature
 from types import MethodType
@@ -68,8 +69,7 @@ def forward(
     return with_loss(self, output, asked, batch.plan, num_items_in_batch) if asked else output
 
 
-@cache  # the same for all models of a class
-def forward_of(kind: Any) -> Any:
+def made_forward(kind: Any) -> Any:
     """`forward` with the arguments of the models of this class: Trainer and generate read which there are."""
 
     @torch.compiler.disable(recursive=False)
@@ -79,6 +79,9 @@ def forward_of(kind: Any) -> Any:
 
     prepared_forward.__signature__ = signature(kind.forward)
     return prepared_forward
+
+
+forward_of: Callable[[Any], Any] = cache(made_forward)  # the same for all models of a class
 
 
 def keep_outermost(model: Any) -> None:
