@@ -41,13 +41,7 @@ ROWS = Path(__file__).parent.parent / "benchmarks"
 
 PROBED = {"ranks": 2, "ulysses": 1, "mask": "causal", "strategy": "ring", "layout": "zigzag", "heads": 32,
           "kv_heads": 8, "who": "symmetric memory"}  # fmt: skip
-NOW = (
-    "1d6acafb",
-    "c29671d9",
-    "1a43af23",
-    "c839f636",
-    "3fdd1c35",
-)  # since which calls of short shards are launched as they are now
+NOW = "1d6acafb", "c29671d9", "1a43af23", "c839f636", "3fdd1c35"  # since which short calls are launched as now
 SHORT = [row for row in read(ROWS / "short-h200.jsonl") if row["commit"] in NOW and row.get("mask") == "causal"]
 
 
