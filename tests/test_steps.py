@@ -264,9 +264,7 @@ def test_only_the_last_partial_is_rounded(sinks):
 
     def one_rank(mesh):
         plan = ra.plan(mesh, seq_len=256, kernel="tiled", strategy="ring")
-        short, exact = (
-            ra.attention(*(plan.shard(x) for x in given), plan, sinks=sinks) for given in (qkv, qkv.float())
-        )
+        short, exact = (ra.attention(*(plan.shard(x) for x in xs), plan, sinks=sinks) for xs in (qkv, qkv.float()))
         assert short.dtype == torch.bfloat16
         assert (short.float() - exact).norm() <= 1.01 * (exact.bfloat16().float() - exact).norm()
 
