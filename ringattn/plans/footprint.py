@@ -113,6 +113,8 @@ def peak(
     given += replays * (2 * given + shape.bytes_of(plan.keys.local_len, shape.kv_heads))
     if plan.strategy == "gather" and plan.ring > 1:
         return given + gather_peak(each, plan.ring, groups, not plan.keys.tokens.in_order)
+    if replays and keeps(each, steps):  # into the graph of backward, and out of that of forward
+        given += 2 * each.kv * int(steps.received.max())
     live = Live(np.zeros(len(steps.readers)))
     replay_ring(live, each, steps)
     most = float(live.most.max())
