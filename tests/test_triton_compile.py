@@ -77,4 +77,4 @@ def allowed_of_delta(row: dict) -> tuple[int, int]:
         return (640, 2 if walks else 0) if arch == "sm90" else (8, 0)
     if arch == "sm90":
         return (640, 200) if walks else (384, 0)
-    return (320, 24) if walks else (48, 0)
+    return (320, 44) if walks else (48, 0)
