@@ -209,13 +209,12 @@ def copies_of(slot: int, pieces: Iterable[Piece], back: bool = False) -> list[Co
 
 
 def copies_between(sources: Sequence[Run], places: Sequence[Run]) -> list[Copy]:
-    """The copies of the bytes of pieces into others, which have as many. A single row may be cut into rows."""
+    """The copies of the bytes of pieces into others, which have as many. A longer row is cut into shorter ones."""
     copies, left, todo = [], [x for x, _ in reversed(sources)], [x for x, _ in reversed(places)]
     while todo:
         to, source = todo.pop(), left.pop()
         size = min(to.size, source.size)
-        whole = to.size == source.size or 1 in (to.rows, source.rows)
-        rows = min(to.size * to.rows, source.size * source.rows) // size if whole else 1
+        rows = min([x.size * (x.rows if x.size == size else 1) for x in (to, source)]) // size
         [to], later = to.split(rows * size)
         todo += reversed(later)
         [source], later = source.split(rows * size)

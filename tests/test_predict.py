@@ -80,10 +80,9 @@ def cost_of(name, row):
                     groups=row.get("groups") or None if swaps else None)  # fmt: skip
     shape, machine = Shape(tokens, tokens, row["heads"], row["kv_heads"], 128, 128), machines.load(name)
     graphs = "auto" if row.get("graphs") == "captured" else "off"
-    plan = Plan(
-        tokens, ring, row["ulysses"], row["strategy"], row["layout"], transport=how, machine=machine, graphs=graphs,
-        axes=Ranks(None, None, device="cuda", here=False),
-    )  # fmt: skip
+    axes = Ranks(None, None, device="cuda", here=False)
+    plan = Plan(tokens, ring, row["ulysses"], row["strategy"], row["layout"], transport=how, machine=machine, axes=axes,
+                graphs=graphs)  # fmt: skip
     if row.get("graphs") is True:  # replayed, nothing is launched
         machine = hosted(machine, 0).replace(launch=(0.0, 0.0))
     return predict(plan, shape, spec, docs, machine, Rates(*(r * 1e12 for r in rates), narrow, row["kernel"]))

@@ -19,7 +19,7 @@ from ringattn.comms import engines, memory, script, symmetric, watch
 from ringattn.comms.axis import Slices
 from ringattn.comms.engines import IN, OUT, RELEASE, Copy, Lanes, Signal
 from ringattn.comms.local import Board, LocalAxis, LocalMesh
-from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
+from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers, copies_between
 from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.comms.watch import Watch
 from ringattn.launch.verify import oracle
@@ -486,6 +486,8 @@ def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
         results = [[at(piece, addresses) for piece in batch] for batch in memory.batches(kind.runs(kind.out[0]))]
         assert [b"".join(map(read, batch)) for batch in results] == slots
         assert memory.weight(results) == len(whole)
+    mine, room = torch.zeros(2, 6, 8)[..., :4], torch.zeros(2, 12, 4)[:, 6:]  # of two batch rows, as Ulysses has them
+    assert len(copies_between(memory.joined([mine]), memory.joined([room]))) == 2
 
 
 def at(piece, addresses):
