@@ -126,9 +126,9 @@ class InKernel:
 def are_one(lane: int, copies: Sequence[Copy], persistent: bool | None) -> bool:
     """Whether one kernel makes these copies; `persistent` is that of the script.
 
-    Over a link copy engines take no multiprocessor, but start each copy slowly, and are a seventh slower. Within a GPU
-    the driver's copies need multiprocessors too, and get them after a kernel that runs already, even if its blocks come
-    and go; of rows they take twice as long.
+    Over a link copy engines take no multiprocessor, but start each copy slowly. Within a GPU the driver's copies need
+    multiprocessors too, and get them after a kernel that runs already, even if its blocks come and go; of rows they
+    take twice as long.
     """
     if not 0 < len(copies) <= MAX_IN_KERNEL or any(
         [number % 16 for copy in copies for number in copy._replace(rows=0)]
